@@ -1,0 +1,169 @@
+"""Checkpoints: the state as a tree of tensors, written atomically; a killed run goes on where the last one stands.
+
+A folder holds `checkpoint.json` (settings, step, history, checksums), one `state-….safetensors` that it names, and the shards of
+draws. The JSON is replaced last, so a kill at any moment leaves a consistent pair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible import storage
+from plausible.storage import DrawWriter
+from plausible.weights import index, tensors
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often to write checkpoints: every `seconds`, or every `steps` where that is given."""
+
+    path: str | Path
+    seconds: float = 30.0
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0:
+            raise ValueError(f"checkpoint seconds must be positive, got {self.seconds}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"checkpoint steps must be at least 1, got {self.steps}")
+
+
+class Resumed(NamedTuple):
+    """What a checkpoint holds."""
+
+    step: int
+    finished: bool
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+
+
+class Checkpointer:
+    """Writes and reads one run's checkpoints."""
+
+    def __init__(self, settings: Checkpoint, identity: Mapping[str, Any]):
+        self.settings, self.identity = settings, dict(identity)
+        folder = Path(settings.path)
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "checkpoint.json").exists():
+            leftovers = [p.name for p in folder.iterdir() if not p.name.startswith((".", "state-", "draws"))]
+            if leftovers:
+                raise FileExistsError(
+                    f"checkpoint={str(folder)!r} is not empty and holds no checkpoint ({leftovers[0]}, …); choose another"
+                )
+        self.folder = storage.prepare_folder(folder, overwrite=True, name="checkpoint")
+        self.last_time, self.last_step = time.monotonic(), 0
+
+    @property
+    def draws_folder(self) -> Path:
+        """Where shards of draws go."""
+        return self.folder / "draws"
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to write."""
+        if self.settings.steps is not None:
+            return step - self.last_step >= self.settings.steps
+        return time.monotonic() - self.last_time >= self.settings.seconds
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        writer: DrawWriter,
+        record: dict[str, Any],
+        random: Mapping[str, Tensor],
+        *,
+        finished: bool,
+    ) -> None:
+        """Write a checkpoint atomically and remove the one before."""
+        named = {f"state.{i}": leaf for i, leaf in enumerate(tensors(state))}
+        named |= {f"random.{name}": value for name, value in random.items()}
+        for i, draw in enumerate(writer.pending):
+            named |= {f"pending.{i}.{name}": value for name, value in draw.items()}
+        file = f"state-{step:09d}.safetensors"
+        sha256 = storage.write_tensors(self.folder / file, named)
+        content = {
+            "format": FORMAT, "identity": self.identity, "step": step, "finished": finished, "file": file, "state_sha256": sha256,
+            "shards": writer.files, "pending": len(writer.pending), "record": record,
+        }  # fmt: skip
+        storage.write_json(self.folder / "checkpoint.json", content)
+        for old in self.folder.glob("state-*.safetensors"):
+            if old.name != file:
+                old.unlink(missing_ok=True)
+        for temporary in [*self.folder.glob(".state-*"), *self.folder.glob(".checkpoint.json.*")]:
+            temporary.unlink(missing_ok=True)
+        self.last_time, self.last_step = time.monotonic(), step
+
+    def load(self, writer: DrawWriter) -> Resumed | None:
+        """The checkpoint in the folder, or None; refuses one of another run."""
+        path = self.folder / "checkpoint.json"
+        if not path.exists():
+            return None
+        content = storage.read_json(path)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {content.get('format')!r}, this version reads {FORMAT}")
+        refuse_other(content["identity"], self.identity, path)
+        named = storage.read_tensors(self.folder / content["file"], content["state_sha256"])
+        writer.files = list(content["shards"])
+        writer.pending = []
+        for i in range(content["pending"]):
+            prefix = f"pending.{i}."
+            writer.pending.append({n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)})
+        self.last_step = content["step"]
+        return Resumed(content["step"], content["finished"], named, content["record"])
+
+
+def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
+    """Name the first difference between the run that was checkpointed and this one."""
+
+    def differences(old: Any, new: Any, where: str) -> list[str]:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found: list[str] = []
+            for key in sorted({*old, *new}):
+                found += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+            return found
+        return [] if old == new else [f"{where} was {old!r} and is now {new!r}"]
+
+    found = differences(stored, given, "")
+    if found:
+        raise ValueError(
+            f"the checkpoint in {str(path.parent)!r} belongs to another run: {found[0]}"
+            + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+            + "; use the same settings and data, or another folder"
+        )
+
+
+def restore(state: Any, found: Mapping[str, Tensor]) -> None:
+    """Write stored tensors into the buffers of a freshly made state of the same structure."""
+    leaves = tensors(state)
+    for i, leaf in enumerate(leaves):
+        stored = found.get(f"state.{i}")
+        if stored is None or stored.shape != leaf.shape or stored.dtype != leaf.dtype:
+            raise ValueError("the checkpoint's state does not fit this method and network: it belongs to another run")
+        leaf.copy_(stored)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's global generators, for the checkpoint."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put the generators back to where the checkpoint left them."""
+    if "random.cpu" in found:
+        torch.set_rng_state(found["random.cpu"])
+    if "random.cuda" in found and device.type == "cuda":
+        torch.cuda.set_rng_state(found["random.cuda"], device)
+
+
+__all__ = ["Checkpoint", "Checkpointer", "Resumed", "index", "random_states", "restore", "set_random_states"]

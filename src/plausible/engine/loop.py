@@ -1,0 +1,361 @@
+"""The loop: runs a method's step over batches, keeps draws, watches for divergence, writes checkpoints, obeys Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible import random
+from plausible.data import Data, StreamData
+from plausible.engine import checkpoint as checkpoints
+from plausible.engine.accumulate import accumulate
+from plausible.engine.checkpoint import Checkpoint, Checkpointer
+from plausible.engine.interrupt import Interrupt
+from plausible.engine.policy import Mode, decide
+from plausible.engine.progress import Progress
+from plausible.engine.source import Source
+from plausible.engine.stepper import Captured, Info, Stepper, make
+from plausible.methods.base import Method, Plan
+from plausible.model import Model
+from plausible.storage import DrawStore, DrawWriter
+from plausible.weights import clone, copy_into, num_elements
+
+log = logging.getLogger("plausible")
+Callback = Callable[[int, dict[str, float]], Any]
+
+
+class DivergenceError(ArithmeticError):
+    """Training met NaN or infinity. `step` and `term` say where; `posterior` is that of the last good state, or None."""
+
+    def __init__(self, message: str, step: int, term: str):
+        super().__init__(message)
+        self.step, self.term = step, term
+        self.posterior: Any = None
+        self.fitted: Fitted | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller decides about a run, none of which changes the law that is sampled."""
+
+    seed: int = 0
+    compile: Literal["auto"] | bool = "auto"
+    progress: bool | None = None
+    checkpoint: Checkpoint | None = None
+    callbacks: Sequence[Callback] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+
+
+class Fitted(NamedTuple):
+    """What a run leaves behind: the last state, kept draws, history per epoch, and how it was run."""
+
+    state: Any
+    draws: DrawStore | None
+    history: dict[str, list[float]]
+    steps: int
+    seconds: float
+    mode: str
+    interrupted: bool = False
+
+
+def iterate(method: Method, model: Model, data: Data, options: Options) -> Fitted:
+    """Iterate a step over batches: optimisers, stochastic-gradient samplers, variational methods."""
+    if method.verb != "iterate":
+        raise ValueError(f"{type(method).__name__} samples chains on the full data: use sample()")
+    return run(method, model, data, options)
+
+
+def sample(method: Method, model: Model, data: Data, options: Options) -> Fitted:
+    """Sample chains: each step is one transition that sees the full data."""
+    if method.verb != "sample":
+        raise ValueError(f"{type(method).__name__} steps over batches: use iterate()")
+    return run(method, model, data, options)
+
+
+def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
+    """Run a method to its end (or to Ctrl-C) and return what it left. The verbs differ in the plan alone."""
+    device = next(iter(model.initial.values())).device
+    plan = _plan(method, data)
+    held: Data | None = None
+    if plan.patience is not None:
+        data, held = data.split(plan.holdout, options.seed)
+        plan = _plan(method, data)
+    model = model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed)
+    state = method.start(model, random.key(options.seed, device=device))
+    mode = decide(
+        options.compile, steps=plan.steps, elements=num_elements(model.initial), members=method.members, device=device,
+        resident=not isinstance(data, StreamData),
+    )  # fmt: skip
+    writer = DrawWriter()
+    keeper = None
+    resumed = None
+    if options.checkpoint is not None:
+        keeper = Checkpointer(options.checkpoint, options.identity)
+        writer = DrawWriter(keeper.draws_folder)
+        resumed = keeper.load(writer)
+    source = Source(data, plan, seed=options.seed, members=method.members)
+    session = _Run(method, model, plan, source, state, mode, writer, keeper, options, held)
+    return session.go(resumed)
+
+
+def _plan(method: Method, data: Data) -> Plan:
+    if isinstance(data, StreamData) and not data.indexable:
+        loader = data.source
+        size = getattr(loader, "batch_size", None)
+        try:
+            per_epoch = len(loader)
+        except TypeError:
+            per_epoch = -(-data.num_data // (size or 1))
+        plan = method.plan(data.num_data, per_epoch)
+        if plan.batch_size is None:
+            data.all()  # says why not
+        return plan
+    return method.plan(data.num_data)
+
+
+class _Run:
+    """One run: the loop's variables in one place."""
+
+    MAX_SEGMENT = 256
+
+    def __init__(
+        self, method: Method, model: Model, plan: Plan, source: Source, state: Any, mode: Mode, writer: DrawWriter,
+        keeper: Checkpointer | None, options: Options, held: Data | None,
+    ):  # fmt: skip
+        self.method, self.model, self.plan, self.source = method, model, plan, source
+        self.state, self.mode, self.writer, self.keeper = state, mode, writer, keeper
+        self.options, self.held = options, held
+        self.device = next(iter(model.initial.values())).device
+        self.history: dict[str, list[float]] = {}
+        self.sums: dict[str, float] = {}
+        self.done = 0
+        self.seconds = 0.0
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def go(self, resumed: checkpoints.Resumed | None) -> Fitted:
+        if resumed is not None:
+            self._resume(resumed)
+            if resumed.finished:
+                return self._fitted(interrupted=False)
+        started = time.monotonic() - self.seconds
+        step = self._choose_step()
+        stepper, used = make(self.mode, step, self.model, self.state, self.source)
+        if used != self.mode and self.keeper is not None and resumed is not None:
+            raise ValueError(
+                f"the checkpoint was written by {self.mode} steps, which are not available here: results would differ"
+            )
+        self.mode = used
+        unit = "steps" if self.method.verb == "iterate" else "draws"
+        interrupted = False
+        segment, stale = 1, False
+        bar = Progress(type(self.method).__name__, self.plan.steps, unit, self.options.progress, start=self.done)
+        with Interrupt() as interrupt, bar:
+            while self.done < self.plan.steps and not interrupt.requested and not stale:
+                count = self._segment(segment, stepper)
+                snapshot, before, draws_before = clone(stepper.state), self.done, len(self.writer.pending)
+                clock = time.monotonic()
+                infos = stepper.advance(before, count, lambda n: self._after(n, stepper, interrupt))
+                rows = self._read(infos)
+                bad = self._first_bad(rows)
+                if bad is not None:
+                    self._diverged(bad, before, snapshot, draws_before, started)
+                self.done = before + len(infos)
+                self.state = stepper.state
+                self._note(rows, before)
+                stale = self._validate(stepper)
+                self.seconds = time.monotonic() - started
+                taken = time.monotonic() - clock
+                segment = (
+                    min(2 * segment, self.MAX_SEGMENT)
+                    if taken < 0.1
+                    else max(1, segment // 2)
+                    if taken > 0.5
+                    else segment
+                )
+                bar.update(self.done, self._caption(rows))
+                if self.keeper is not None and self.keeper.due(self.done) and self.done < self.plan.steps:
+                    self._save(finished=False)
+            interrupted = interrupt.requested and self.done < self.plan.steps and not stale
+        self.state = stepper.state
+        if not interrupted and not self.plan.thin:
+            self._keep()
+        if self.keeper is not None:
+            self._save(finished=not interrupted)
+        if interrupted and not self.plan.thin:
+            self._keep()
+        return self._fitted(interrupted)
+
+    def _choose_step(self) -> Any:
+        """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""
+        if self.method.members is None:
+            return self.method.step
+        probe = clone(self.state)
+        batch = next(iter(self.source.batches(0, 1))) if not self.source.stream else None
+        if batch is None:
+            return self.method.looped_step  # type: ignore[attr-defined]
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                self.method.step(self.model, probe, batch)
+            return self.method.step
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                self.method.looped_step(self.model, clone(self.state), batch)  # type: ignore[attr-defined]
+            reason = str(error).strip().splitlines()[0][:160]
+            log.warning("members run one after the other: vmap cannot stack this network (%s)", reason)
+            return self.method.looped_step  # type: ignore[attr-defined]
+
+    def _segment(self, wish: int, stepper: Stepper) -> int:
+        """How many steps to run before looking up again; never past an event that needs the loop."""
+        count = min(wish, self.plan.steps - self.done)
+        if self.held is not None or self.options.callbacks:
+            count = min(count, self.plan.per_epoch - self.done % self.plan.per_epoch)
+        if self.keeper is not None and self.keeper.settings.steps is not None:
+            count = min(count, self.keeper.last_step + self.keeper.settings.steps - self.done)
+        if isinstance(stepper, Captured):
+            count = min(max(count, self._to_event()), stepper.LENGTH, self.plan.steps - self.done)
+            if self.plan.thin:
+                count = min(count, self.plan.next_draw(self.done) - self.done)
+        return max(1, count)
+
+    def _to_event(self) -> int:
+        return self.plan.per_epoch - self.done % self.plan.per_epoch
+
+    def _after(self, number: int, stepper: Stepper, interrupt: Interrupt) -> bool:
+        if self.plan.keeps(number):
+            self.state = stepper.state
+            self._keep()
+        return interrupt.requested
+
+    def _keep(self) -> None:
+        for draw in self.method.draws(self.state):
+            self.writer.add(clone(draw))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What the steps said
+
+    def _read(self, infos: list[Info]) -> dict[str, Tensor]:
+        """Terms × steps (× members), on the CPU in float64."""
+        return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in infos[0]}
+
+    def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, float] | None:
+        worst: tuple[int, str, float] | None = None
+        for name, values in rows.items():
+            finite = torch.isfinite(values).reshape(len(values), -1).all(1)
+            if not bool(finite.all()):
+                at = int((~finite).nonzero()[0])
+                if worst is None or at < worst[0]:
+                    bad = values[at].reshape(-1)
+                    worst = (at, name, float(bad[~torch.isfinite(bad)][0]))
+        return worst
+
+    def _diverged(
+        self, bad: tuple[int, str, float], before: int, snapshot: Any, draws_before: int, started: float
+    ) -> None:
+        offset, term, value = bad
+        step = before + offset + 1
+        self.state = snapshot
+        self.done = before
+        self.writer.pending = self.writer.pending[:draws_before]
+        self.seconds = time.monotonic() - started
+        kept = ""
+        if self.keeper is not None:
+            self._save(finished=False)
+            kept = f"; the last good state, after step {before}, is in {str(self.keeper.folder)!r}"
+        error = DivergenceError(
+            f"{term} became {value} at step {step} of {self.plan.steps} (epoch {(step - 1) // self.plan.per_epoch + 1}); "
+            f"a smaller lr usually helps{kept}",
+            step,
+            term,
+        )
+        if not self.plan.thin:
+            self._keep()
+        error.fitted = self._fitted(interrupted=True) if len(self.writer) else None
+        raise error
+
+    def _note(self, rows: dict[str, Tensor], before: int) -> None:
+        """History: the mean of each term over each epoch; callbacks hear of every step."""
+        per_epoch = self.plan.per_epoch
+        means = {name: values.reshape(len(values), -1).mean(1) for name, values in rows.items()}
+        for name, values in means.items():
+            position, total = before, len(values)
+            offset = 0
+            while offset < total:
+                room = per_epoch - (position + offset) % per_epoch
+                part = values[offset : offset + room]
+                self.sums[name] = self.sums.get(name, 0.0) + float(part.sum())
+                offset += len(part)
+                if len(part) == room:
+                    self.history.setdefault(name, []).append(self.sums.pop(name) / per_epoch)
+        for i in range(len(next(iter(means.values())))):
+            info = {name: float(values[i]) for name, values in means.items()} if self.options.callbacks else {}
+            for callback in self.options.callbacks:
+                callback(before + i + 1, info)
+
+    def _caption(self, rows: dict[str, Tensor]) -> str:
+        name, values = next(iter(rows.items()))
+        value = float(values[-1].mean())
+        return f"{name.replace('_', ' ')} {value:,.1f}" if abs(value) < 1e7 else f"{name.replace('_', ' ')} {value:.3g}"
+
+    def _validate(self, stepper: Stepper) -> bool:
+        """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members."""
+        if self.held is None or self.done % self.plan.per_epoch or self.plan.patience is None:
+            return False
+        total = accumulate(lambda batch: self.method.held_out(self.model, stepper.state, batch), self.held)
+        value = total / self.held.num_data
+        new, stale = self.method.validated(stepper.state, value)
+        if isinstance(stepper.state, tuple) and self.mode != "eager":
+            copy_into(stepper.state, new)
+        else:
+            stepper.state = new
+        self.state = stepper.state
+        self.history.setdefault("held_out_log_likelihood", []).append(float(value.mean()))
+        return bool((stale >= self.plan.patience).all())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Checkpoints
+
+    def _save(self, *, finished: bool) -> None:
+        assert self.keeper is not None
+        record = {
+            "history": {n: [_json_number(v) for v in values] for n, values in self.history.items()},
+            "sums": {n: _json_number(v) for n, v in self.sums.items()},
+            "seconds": self.seconds,
+            "mode": self.mode,
+            "pass_position": self.source.pass_position,
+        }
+        states = checkpoints.random_states(self.device)
+        if self.source.pass_state is not None:
+            states["pass"] = self.source.pass_state
+        self.keeper.save(self.done, self.state, self.writer, record, states, finished=finished)
+
+    def _resume(self, resumed: checkpoints.Resumed) -> None:
+        checkpoints.restore(self.state, resumed.tensors)
+        record = resumed.record
+        self.done = resumed.step
+        self.history = {n: [float(v) for v in values] for n, values in record["history"].items()}
+        self.sums = {n: float(v) for n, v in record["sums"].items()}
+        self.seconds = float(record["seconds"])
+        self.mode = record["mode"]
+        self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
+        if self.source.stream and "random.pass" in resumed.tensors:
+            self.source.restart(resumed.tensors["random.pass"], int(record["pass_position"]))
+        checkpoints.set_random_states(resumed.tensors, self.device)
+
+    def _fitted(self, interrupted: bool) -> Fitted:
+        return Fitted(self.state, self.writer.store(), self.history, self.done, self.seconds, self.mode, interrupted)
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+__all__ = ["DivergenceError", "Fitted", "Options", "iterate", "replace", "run", "sample"]

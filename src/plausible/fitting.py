@@ -1,0 +1,255 @@
+"""`fit`: from a module and data to a posterior, in one call."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plausible import engine, random, serialise
+from plausible.data import ArrayData, Batch, Data, as_data, select_rows
+from plausible.engine import Checkpoint, DivergenceError, Options
+from plausible.likelihoods import Likelihood, infer
+from plausible.methods import Method, create
+from plausible.model import Model, Where
+from plausible.posterior import Posterior
+from plausible.priors import Prior, as_prior
+
+log = logging.getLogger("plausible")
+
+
+def fit(
+    network: nn.Module | Model,
+    data: Any,
+    method: Method | str,
+    *,
+    likelihood: Likelihood | None = None,
+    prior: Prior | Mapping[str, Prior] | None = None,
+    where: Where = None,
+    output: Callable[[Any], Tensor] | None = None,
+    init: Posterior | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    compile: Literal["auto"] | bool = "auto",
+    progress: bool | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
+    callbacks: Sequence[Callable[[int, dict[str, float]], Any]] = (),
+    num_data: int | None = None,
+    mask: Any = None,
+    precision: Literal["float32", "bfloat16"] | None = None,
+) -> Posterior:
+    """p(w | D) ∝ p(D | w) p(w) for any network, by any method: module + data → `Posterior`.
+
+    Args:
+        network: a `torch.nn.Module`; never changed. A `Model` (say, a tempered one) is taken as it is.
+        data: `(x, y)` or `(x, y, weights)` of tensors, arrays or frames (x may be a dict, tuple or nested), a `Dataset` or a
+            `DataLoader`, which is streamed.
+        method: an instance such as `MAP(epochs=100)`, or a name such as "map" for its defaults.
+        likelihood: outputs → distribution of targets. Inferred if None: integers `Categorical`, booleans `Bernoulli`, floats
+            `Gaussian` with learned noise.
+        prior: over all weights, or a mapping from name patterns to priors. Default `priors.Gaussian(scale=1.0)`.
+        where: which weights are random: a name pattern or several, "last", or a predicate of the name (and the weight). The
+            others are trained as points, or keep their values for methods that do not train.
+        output: picks f(x) from what the network returns, for example `lambda o: o.logits`.
+        init: an earlier posterior to continue from.
+        seed: the same seed gives the same bits on the same machine; torch's global generators are left as they were.
+        device: "cpu", "cuda", "mps", "auto" for the best there is, or None for where the network is.
+        compile: "auto" compiles or captures where that pays for the number of steps; True, False.
+        progress: a bar; None shows it on a terminal only.
+        checkpoint: a folder (or a `Checkpoint`) to write to now and then; if it holds one of the same run, that run goes on.
+        callbacks: called with `(step, info)` after each step.
+        num_data: examples in one pass, for iterable data sets without a length.
+        mask: boolean, shaped like y, True where the target was observed; or "nan" to leave out NaN targets.
+        precision: "bfloat16" runs the forward pass of methods that allow it in mixed precision.
+
+    Raises ValueError or TypeError for bad input, `DivergenceError` where training meets NaN or infinity.
+
+    """
+    method = create(method)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    target = choose_device(network.network if isinstance(network, Model) else network, device)
+    with random.isolated(seed, target):
+        model, prepared = _prepare(
+            network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
+        )
+        if init is not None:
+            model = continuing(model, init)
+        options = Options(
+            seed=seed, compile=compile, progress=progress, callbacks=tuple(callbacks),
+            checkpoint=_as_checkpoint(checkpoint),
+            identity=_identity(method, model, prepared, seed) if checkpoint is not None else {},
+        )  # fmt: skip
+        try:
+            fitted = engine.run(method, model, prepared, options)
+        except DivergenceError as error:
+            if error.fitted is not None:
+                error.posterior = method.posterior(model, error.fitted)
+            raise
+    if fitted.interrupted:
+        if fitted.draws is None and method.keeps_draws:
+            raise KeyboardInterrupt(
+                "stopped before the first draw was kept"
+                + (f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else "")
+            )
+        warnings.warn(
+            f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
+            + ("; call fit again with the same checkpoint to go on" if checkpoint is not None else ""),
+            UserWarning,
+            stacklevel=2,
+        )
+    return method.posterior(model, fitted)
+
+
+def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
+    """None: where the network is; "auto": the best there is; anything else is checked."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+    if device is None:
+        first = next(iter(network.parameters()), None)
+        return torch.device("cpu") if first is None else first.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
+        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
+    if chosen.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
+    return chosen
+
+
+def _prepare(
+    network: nn.Module | Model,
+    data: Any,
+    likelihood: Likelihood | None,
+    prior: Prior | Mapping[str, Prior] | None,
+    where: Where,
+    output: Callable[[Any], Tensor] | None,
+    device: torch.device,
+    num_data: int | None,
+    mask: Any,
+    precision: str | None,
+    method: Method,
+) -> tuple[Model, Data]:
+    """Check everything that can be checked before the work starts."""
+    module = network.network if isinstance(network, Model) else network
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = torch.float32 if first is None else first.dtype
+    prepared = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
+    example = _example(prepared)
+    if isinstance(network, Model):
+        if any(v is not None for v in (likelihood, prior, where, output)):
+            raise ValueError("a Model brings its own likelihood, prior, where and output: leave those arguments out")
+        model = network.to(device)
+        if model.num_data != prepared.num_data:
+            raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
+    else:
+        if likelihood is None:
+            likelihood = infer(example.y)
+            log.info(
+                "likelihood: %s, inferred from targets of type %s",
+                likelihood,
+                str(example.y.dtype).removeprefix("torch."),
+            )
+        elif not isinstance(likelihood, Likelihood):
+            hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
+            raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
+        if prior is None:
+            log.info("prior: Gaussian(scale=1.0) on every weight, the default")
+        model = Model.build(
+            network, likelihood, as_prior(prior), example, num_data=prepared.num_data, where=where, output=output,
+            device=device, precision=_as_precision(precision, method),
+        )  # fmt: skip
+    if isinstance(prepared, ArrayData):
+        batch = prepared.batch
+        shape = torch.Size((prepared.num_data, *model.output_shape))
+        targets = model.likelihood.check(shape, batch.y, mask=batch.mask)
+        prepared = ArrayData(batch._replace(y=targets), prepared.num_data)
+    return model, prepared
+
+
+def _example(data: Data, rows: int = 8) -> Batch:
+    """A few examples to learn the shapes from."""
+    if isinstance(data, ArrayData):
+        return select_rows(data.batch, slice(rows))
+    return select_rows(next(iter(data.chunks(rows))), slice(rows))
+
+
+def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
+    if precision in (None, "float32"):
+        return None
+    if precision != "bfloat16":
+        raise ValueError(f"precision must be None, 'float32' or 'bfloat16', got {precision!r}")
+    if not method.traits.mixed_precision:
+        raise ValueError(
+            f"{type(method).__name__} needs full precision: its energies or solves would be wrong in bfloat16"
+        )
+    return torch.bfloat16
+
+
+def _as_checkpoint(checkpoint: str | Path | Checkpoint | None) -> Checkpoint | None:
+    if checkpoint is None or isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(f"checkpoint must be a folder or a Checkpoint, got {type(checkpoint).__name__}")
+    return Checkpoint(checkpoint)
+
+
+def continuing(model: Model, earlier: Posterior) -> Model:
+    """The model at the last draw of an earlier posterior (ensembles take one draw for each member)."""
+    if not isinstance(earlier, Posterior):
+        raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
+    from plausible.posterior import DrawsPosterior
+
+    if isinstance(earlier, DrawsPosterior):
+        rows = (
+            list(range(len(earlier.store)))[-earlier.chains :]
+            if earlier.chains > 1
+            else list(range(len(earlier.store)))
+        )
+        draws = earlier.store.get(rows, earlier.device)
+    else:
+        draws = earlier.weights()
+    for name, value in model.initial.items():
+        if name not in draws or draws[name].shape[1:] != value.shape:
+            raise ValueError(f"init does not fit this network: {name!r} is missing there or has another shape")
+    draws = {name: value.to(next(iter(model.initial.values())).device) for name, value in draws.items()}
+    last = {name: value[-1] for name, value in draws.items()}
+    return model.starting_at(last, draws)
+
+
+def _identity(method: Method, model: Model, data: Data, seed: int) -> dict[str, Any]:
+    """What must agree for a checkpoint to be this run's."""
+    fixed = hashlib.blake2b(digest_size=8)
+    for name, value in model.network.named_parameters():
+        if name not in model.initial:
+            fixed.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return {
+        "method": serialise.encode(method, strict=False),
+        "likelihood": serialise.encode(model.likelihood, strict=False),
+        "prior": serialise.encode(model.prior, strict=False),
+        "weights": {name: list(value.shape) for name, value in model.initial.items()},
+        "random": list(model.random),
+        "fixed": fixed.hexdigest(),
+        "temperature": model.temperature,
+        "precision": None if model.precision is None else "bfloat16",
+        "num_data": data.num_data,
+        "data": data.fingerprint(),
+        "seed": seed,
+        "device": next(iter(model.initial.values())).device.type,
+    }

@@ -1,0 +1,484 @@
+"""The conformance suite: every method, the library's or your own, meets the same checks.
+
+    from plausible.testing import check_method
+    check_method(MyMethod(steps=2000))          # raises ConformanceError naming each check that failed
+
+Six groups: exact answers on a conjugate problem, the right scale of the objective, the law of predictions, determinism,
+invariances, bad input. What a method may differ in it says itself: `Method.traits`, and `Method.conjugate`, the posterior
+that it is supposed to reach on the linear-Gaussian problem. Tolerances come from Monte Carlo standard errors; at `Z` of them
+a false alarm comes about once in a million comparisons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import plausible as pl
+from plausible import diagnostics, random
+from plausible.methods.base import Method, create, registry
+from plausible.posterior import Posterior
+
+Z = 5.0
+
+
+class ConformanceError(AssertionError):
+    """One or more checks failed; the message has a line for each."""
+
+
+class _Stop(Exception):
+    """Raised inside a callback to imitate a run that is killed."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The conjugate problem
+
+
+@dataclass(frozen=True)
+class LinearGaussian:
+    """y = x·w + N(0, σ²), w ~ N(0, s²I): the posterior is N(Λ⁻¹xᵀWy/σ², Λ⁻¹) with Λ = xᵀWx/σ² + I/s², W the example weights.
+
+    Inputs are correlated and on different scales, so that a diagonal or wrongly scaled answer shows.
+    """
+
+    num_data: int = 40
+    inputs: int = 3
+    noise: float = 0.5
+    scale: float = 1.5
+    weight: float = 1.0
+    seed: int = 0
+
+    def data(self) -> tuple[Tensor, Tensor, Tensor]:
+        """X [N, D], y [N, 1] and example weights [N], in float64."""
+        stream = random.generator(self.seed, 101)
+        mixing = torch.eye(self.inputs) + 0.6 * torch.ones(self.inputs, self.inputs).triu(1)
+        x = torch.randn(self.num_data, self.inputs, generator=stream) @ mixing * torch.linspace(0.5, 1.0, self.inputs)
+        truth = torch.randn(self.inputs, 1, generator=stream)
+        y = x @ truth + self.noise * torch.randn(self.num_data, 1, generator=stream)
+        return x.double(), y.double(), torch.full((self.num_data,), self.weight, dtype=torch.float64)
+
+    def precision(self) -> Tensor:
+        """Λ [D, D]."""
+        x, _, w = self.data()
+        return x.T @ (w[:, None] * x) / self.noise**2 + torch.eye(self.inputs, dtype=x.dtype) / self.scale**2
+
+    def posterior(self) -> tuple[Tensor, Tensor]:
+        """The exact mean [D] and covariance [D, D]."""
+        x, y, w = self.data()
+        covariance = torch.linalg.inv(self.precision())
+        return (covariance @ x.T @ (w[:, None] * y) / self.noise**2).squeeze(1), covariance
+
+    def log_evidence(self) -> float:
+        """Log N(y; 0, σ²I + s²xxᵀ) for unit weights."""
+        x, y, _ = self.data()
+        covariance = self.noise**2 * torch.eye(self.num_data, dtype=x.dtype) + self.scale**2 * x @ x.T
+        law = torch.distributions.MultivariateNormal(torch.zeros(self.num_data, dtype=x.dtype), covariance)
+        return float(law.log_prob(y.squeeze(1)))
+
+    def network(self) -> nn.Module:
+        """A linear map without bias, started away from the answer."""
+        net = nn.Linear(self.inputs, 1, bias=False)
+        with torch.no_grad():
+            net.weight.copy_(torch.linspace(-1, 1, self.inputs))
+        return net
+
+    def fit(self, method: Method, **settings: Any) -> Posterior:
+        """Fit a method to this problem."""
+        x, y, w = self.data()
+        data = (x.float(), y.float(), w.float()) if self.weight != 1 else (x.float(), y.float())
+        settings = {"progress": False, "compile": False, **settings}
+        return pl.fit(
+            self.network(), data, method, likelihood=pl.likelihoods.Gaussian(scale=self.noise),
+            prior=pl.priors.Gaussian(scale=self.scale), **settings,
+        )  # fmt: skip
+
+
+def probe_inputs(inputs: int, count: int = 6) -> Tensor:
+    """Inputs at which functions are compared."""
+    return torch.randn(count, inputs, generator=random.generator(0, 102))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group 1 and 2: exact answers, the right scale
+
+
+def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
+    posterior = problem.fit(method)
+    mean, covariance = method.conjugate(problem)
+    x = probe_inputs(problem.inputs)
+    f = posterior.functions(x).squeeze(-1).double()  # [S, n]
+    expected_mean = x.double() @ mean
+    expected_variance = ((x.double() @ covariance) * x.double()).sum(1)
+    slack = method.tolerance
+    _, exact_covariance = problem.posterior()
+    scale = ((x.double() @ exact_covariance) * x.double()).sum(1).sqrt()
+    found = f.mean(0)
+    count, chains = len(f), getattr(posterior, "chains", 1)
+    if float(expected_variance.max()) == 0:
+        error = (found - expected_mean).abs() / scale
+        _require(
+            bool((error < slack).all()),
+            f"posterior mean of f(x) is off by {float(error.max()):.3g} posterior deviations",
+        )
+        _require(
+            float(f.var(0, unbiased=False).max()) <= (slack * float(scale.max())) ** 2,
+            "a point estimate has epistemic variance",
+        )
+        return
+    shaped = f.reshape(count // chains, chains, -1).transpose(0, 1)
+    effective = diagnostics.ess(diagnostics._split(shaped)).clamp(max=count)
+    centred = (shaped - found) ** 2
+    effective_square = diagnostics.ess(diagnostics._split(centred)).clamp(max=count)
+    z = (found - expected_mean).abs() / (expected_variance / effective).sqrt()
+    bias = (found - expected_mean).abs() / scale
+    ok = (z < Z) | (bias < slack)
+    _require(bool(ok.all()), f"posterior mean of f(x) is {float(z.max()):.1f} standard errors from its expected value")
+    variance = f.var(0, unbiased=False)
+    ratio = variance / expected_variance
+    error = (2 / effective_square).sqrt()
+    ok = (ratio - 1).abs() < Z * error + slack
+    _require(
+        bool(ok.all()),
+        f"epistemic variance over its expected value is {[round(float(r), 3) for r in ratio]}, "
+        f"allowed 1 ± {[round(float(e), 3) for e in Z * error + slack]}",
+    )
+
+
+def check_exact_posterior(method: Method) -> None:
+    """Mean and epistemic variance of f(x) on the conjugate problem are what the method says they should be."""
+    _compare_with_expected(method, LinearGaussian())
+
+
+def check_example_weights(method: Method) -> None:
+    """Example weights of 3 act like three copies of each example."""
+    _compare_with_expected(method, LinearGaussian(weight=3.0))
+
+
+def check_scale(method: Method) -> None:
+    """Minibatch log joints average to the full one; the likelihood is scaled by N/B and the prior is not."""
+    problem = LinearGaussian()
+    model = problem.fit(method.quick()).model
+    x, y, _ = problem.data()
+    x, y = x.float(), y.float()
+    weights = {name: torch.randn(value.shape, generator=random.generator(1)) for name, value in model.initial.items()}
+    full = model.log_joint(weights, pl.Batch(x, y))
+    parts = torch.stack([model.log_joint(weights, pl.Batch(x[i : i + 8], y[i : i + 8])) for i in range(0, 40, 8)])
+    _require(
+        torch.allclose(parts.mean(), full, rtol=1e-4),
+        f"batches average to {parts.mean():.4f}, the full log joint is {full:.4f}",
+    )
+    direct = torch.distributions.Normal(x @ weights["weight"].T, problem.noise).log_prob(y).sum()
+    direct = direct + torch.distributions.Normal(0.0, problem.scale).log_prob(weights["weight"]).sum()
+    _require(torch.allclose(direct, full, rtol=1e-4), f"log joint is {full:.4f}, computed directly {direct:.4f}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group 3: the law of predictions
+
+
+def check_predictive_law(method: Method) -> None:
+    """The predictive is the mixture over function draws: variances add, densities average, samples follow."""
+    problem = LinearGaussian()
+    posterior = problem.fit(method.quick())
+    x = probe_inputs(problem.inputs)
+    predictive = posterior.predict(x, draws=20, seed=3)
+    f = posterior.functions(x, draws=20, seed=3)
+    _require(tuple(f.shape) == (20, 6, 1), f"functions(x, 20) has shape {tuple(f.shape)}, expected (20, 6, 1)")
+    _require(
+        torch.allclose(predictive.variance, predictive.epistemic + predictive.aleatoric),
+        "variance is not epistemic + aleatoric",
+    )
+    _require(
+        torch.allclose(predictive.aleatoric, torch.tensor(problem.noise**2), rtol=1e-4),
+        "aleatoric variance is not the noise's",
+    )
+    if getattr(posterior, "closed_form", False):
+        return
+    _require(
+        torch.allclose(predictive.mean, f.mean(0), atol=1e-5),
+        "predict and functions use different draws for the same seed",
+    )
+    y = torch.zeros(6, 1)
+    mixture = torch.distributions.Normal(f, problem.noise).log_prob(y).sum(-1).logsumexp(0) - torch.log(
+        torch.tensor(20.0)
+    )
+    _require(
+        torch.allclose(predictive.log_prob(y), mixture.to(predictive.log_prob(y).dtype), atol=1e-4),
+        "log_prob is not log-mean-exp over draws",
+    )
+    samples = predictive.sample(4000, seed=1)
+    z = (samples.mean(0) - predictive.mean).abs() / (predictive.variance / 4000).sqrt()
+    _require(float(z.max()) < Z, f"the mean of samples is {float(z.max()):.1f} standard errors off")
+    if method.traits.has_weights:
+        weights = posterior.weights(draws=20, seed=3)
+        by_hand = torch.einsum("nd,sod->sno", x, weights["weight"])
+        _require(torch.allclose(by_hand, f, atol=1e-4), "weights() and functions() are not the same draws")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group 4: determinism
+
+
+def _small() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+    stream = random.generator(5)
+    x = torch.randn(30, 2, generator=stream)
+    y = (x[:, :1] * x[:, 1:]).sin() + 0.1 * torch.randn(30, 1, generator=stream)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+    return net, (x, y)
+
+
+def _fit_small(method: Method, seed: int = 0, **settings: Any) -> Posterior:
+    net, data = _small()
+    return pl.fit(net, data, method.quick(), **{"seed": seed, "progress": False, "compile": False, **settings})
+
+
+def check_determinism(method: Method) -> None:
+    """Same seed, same bits; another seed differs; the global generator and the module are left alone."""
+    method = method.quick()
+    net, (x, y) = _small()
+    net.train()
+    net[4].eval()
+    handle = net[0].register_forward_hook(lambda *_: None)
+    before = copy.deepcopy(net.state_dict())
+    modes = [module.training for module in net.modules()]
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    settings: dict[str, Any] = {"progress": False, "compile": False}
+    one = pl.fit(net, (x, y), method, seed=0, **settings).functions(x, 5, seed=1)
+    _require(torch.equal(state, torch.get_rng_state()), "torch's global generator was moved")
+    _require(
+        all(torch.equal(v, before[k]) for k, v in net.state_dict().items()),
+        "the module's weights or buffers were changed",
+    )
+    _require(modes == [module.training for module in net.modules()], "the module's training mode was changed")
+    _require(len(net[0]._forward_hooks) == 1 and not net[4]._forward_hooks, "the module's hooks were changed")
+    handle.remove()
+    two = pl.fit(net, (x, y), method, seed=0, **settings).functions(x, 5, seed=1)
+    _require(torch.equal(one, two), "the same seed gave other bits")
+    if not method.traits.deterministic:
+        other = pl.fit(net, (x, y), method, seed=1, **settings).functions(x, 5, seed=1)
+        _require(not torch.equal(one, other), "another seed gave the same bits")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group 5: invariances
+
+
+def check_chunked_prediction(method: Method) -> None:
+    """Predicting in parts, or one input at a time, gives what predicting at once gives."""
+    posterior = _fit_small(method)
+    _, (x, _) = _small()
+    whole, parts = posterior.predict(x), posterior.predict(x, batch_size=7)
+    _require(torch.allclose(whole.mean, parts.mean, atol=1e-5), "chunked prediction has another mean")
+    _require(
+        torch.allclose(whole.variance, parts.variance, rtol=1e-4, atol=1e-6), "chunked prediction has another variance"
+    )
+    _require(
+        torch.allclose(whole.mean[3:4], posterior.predict(x[3:4]).mean, atol=1e-5),
+        "one input alone is predicted otherwise",
+    )
+
+
+def check_save_and_load(method: Method) -> None:
+    """A saved and loaded posterior gives the same bits."""
+    posterior = _fit_small(method)
+    net, (x, _) = _small()
+    with tempfile.TemporaryDirectory() as folder:
+        posterior.save(Path(folder) / "run")
+        loaded = pl.load(Path(folder) / "run", net)
+        _require(
+            torch.equal(posterior.functions(x, 6, seed=2), loaded.functions(x, 6, seed=2)), "loaded functions differ"
+        )
+        _require(torch.equal(posterior.predict(x).std, loaded.predict(x).std), "loaded predictions differ")
+        _require(
+            loaded.method == posterior.method or registry.get(method.name) is not type(method),
+            "the method's settings were lost",
+        )
+
+
+def check_resume(method: Method) -> None:
+    """A run that was killed and resumed ends with the bits of one that was not."""
+    method = method.quick()
+    net, (x, y) = _small()
+    plan = method.plan(30)
+    if plan.steps < 4:
+        return
+    kill_at = max(2, 2 * plan.steps // 3)
+
+    def kill(step: int, _: Any) -> None:
+        if step >= kill_at:
+            raise _Stop
+
+    settings: dict[str, Any] = {"seed": 4, "progress": False, "compile": False}
+    whole = pl.fit(net, (x, y), method, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        place = pl.Checkpoint(Path(folder) / "checkpoint", steps=max(1, plan.steps // 5))
+        with contextlib.suppress(_Stop):
+            pl.fit(net, (x, y), method, checkpoint=place, callbacks=[kill], **settings)
+        resumed = pl.fit(net, (x, y), method, checkpoint=place, **settings)
+        _require(torch.equal(whole.functions(x), resumed.functions(x)), "a resumed run ended with other bits")
+        again = pl.fit(net, (x, y), method, checkpoint=place, **settings)
+        _require(torch.equal(whole.functions(x), again.functions(x)), "a finished checkpoint gave another posterior")
+        try:
+            pl.fit(net, (x + 1, y), method, checkpoint=place, **settings)
+        except ValueError as error:
+            _require("data" in str(error), f"the refusal of other data does not name the difference: {error}")
+        else:
+            raise ConformanceError("a checkpoint of other data was accepted")
+
+
+def check_stacked(method: Method) -> None:
+    """Members stacked by vmap advance as members in a loop do (one step)."""
+    if method.members is not None or method.verb != "iterate":
+        return
+    from plausible.data import as_data
+    from plausible.methods import Ensemble
+    from plausible.weights import clone, tensors
+
+    ensemble = Ensemble(method, members=3, init="fresh")
+    net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    _, (x, y) = _small()
+    data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=30)
+    state = ensemble.start(model, random.key(0))
+    with torch.no_grad():
+        one, _ = ensemble.step(model, clone(state), data.all())
+        two, _ = ensemble.looped_step(model, clone(state), data.all())
+    close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(tensors(one), tensors(two)))
+    _require(close, "vmapped and looped members differ after one step")
+
+
+def check_compiled(method: Method) -> None:
+    """A compiled step does what the eager one does (one step from the same state)."""
+    from plausible.data import as_data
+    from plausible.engine.source import Source
+    from plausible.engine.stepper import Compiled, Eager
+    from plausible.weights import clone, tensors
+
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    _, (x, y) = _small()
+    data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=30)
+    plan = method.plan(30)
+    source = Source(data, plan, seed=0, members=method.members)
+    model = model.for_run(num_data=30, steps=plan.steps, seed=0)
+    state = method.start(model, random.key(0))
+    eager = Eager(method.step, model, clone(state), source)
+    compiled = Compiled(method.step, model, clone(state), source)
+    for stepper in (eager, compiled):
+        stepper.advance(0, 1, lambda _: False)
+    close = all(
+        torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-5)
+        for a, b in zip(tensors(eager.state), tensors(compiled.state))
+    )
+    _require(close, "compiled and eager steps differ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group 6: bad input
+
+
+def check_bad_input(method: Method) -> None:
+    """Bad input is refused with a ValueError or TypeError that names the argument, before any work."""
+    net = nn.Linear(2, 1)
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    bad_x, bad_y = x.clone(), y.clone()
+    bad_x[3, 1] = torch.nan
+    bad_y[4, 0] = torch.inf
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs).detach()
+
+    cases: list[tuple[str, str, Callable[[], Any]]] = [
+        ("targets that would broadcast", "shape", lambda: (net, (x, y[:, 0]), {})),
+        ("NaN inputs", "x contains", lambda: (net, (bad_x, y), {})),
+        ("infinite targets", "y contains", lambda: (net, (x, bad_y), {})),
+        ("no data", "empty", lambda: (net, (x[:0], y[:0]), {})),
+        ("different lengths", "examples", lambda: (net, (x, y[:5]), {})),
+        ("inputs of the wrong width", "network", lambda: (net, (torch.randn(20, 3), y), {})),
+        (
+            "integer targets for a Gaussian",
+            "Gaussian",
+            lambda: (net, (x, y.long()), {"likelihood": pl.likelihoods.Gaussian()}),
+        ),
+        (
+            "float targets for classes",
+            "Categorical",
+            lambda: (nn.Linear(2, 3), (x, y[:, 0]), {"likelihood": pl.likelihoods.Categorical()}),
+        ),
+        ("a device that is not there", "device", lambda: (net, (x, y), {"device": "cuda:77"})),
+        ("weights without influence", "influence", lambda: (Detached(), (x, y), {})),
+        ("no module", "network", lambda: ("net", (x, y), {})),
+        ("a class as likelihood", "likelihood", lambda: (net, (x, y), {"likelihood": pl.likelihoods.Gaussian})),
+    ]
+    for what, word, make in cases:
+        network, data, settings = make()
+        try:
+            pl.fit(network, data, method, progress=False, compile=False, **settings)
+        except (ValueError, TypeError) as error:
+            _require(word.lower() in str(error).lower(), f"{what}: the message does not say {word!r}: {error}")
+        else:
+            raise ConformanceError(f"{what} was accepted")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConformanceError(message)
+
+
+CHECKS: dict[str, Callable[[Method], None]] = {
+    "exact posterior": check_exact_posterior,
+    "example weights": check_example_weights,
+    "scale": check_scale,
+    "predictive law": check_predictive_law,
+    "determinism": check_determinism,
+    "chunked prediction": check_chunked_prediction,
+    "save and load": check_save_and_load,
+    "resume": check_resume,
+    "stacked": check_stacked,
+    "bad input": check_bad_input,
+}
+COMPILING_CHECKS: dict[str, Callable[[Method], None]] = {"compiled": check_compiled}
+
+
+def check_method(method: Method | str, *, compile: bool = False) -> list[str]:
+    """Run the whole suite on a method (a name means its `conforming()` settings); returns the names of the checks passed.
+
+    `compile=True` adds the check that needs a C++ compiler and up to a minute. Raises `ConformanceError` with one line for
+    each failure.
+    """
+    chosen = registry[method].conforming() if isinstance(method, str) and method in registry else create(method)
+    checks = {**CHECKS, **(COMPILING_CHECKS if compile else {})}
+    failures, passed = [], []
+    for name, check in checks.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                check(chosen)
+            passed.append(name)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    if failures:
+        raise ConformanceError(
+            f"{type(chosen).__name__} fails {len(failures)} of {len(checks)} checks:\n  " + "\n  ".join(failures)
+        )
+    return passed

@@ -1,0 +1,28 @@
+"""Shared fixtures: one thread (two test processes share two cores), and skips with a reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip where torch.compile cannot build kernels."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler: torch.compile cannot build kernels here")
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """The folder of real data, or a skip."""
+    folder = os.environ.get("PLAUSIBLE_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("PLAUSIBLE_DATA does not name a folder")
+    return Path(folder)
