@@ -8,8 +8,8 @@ pure function of the seed, so that a resumed run sees what an uninterrupted one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,13 +248,14 @@ class ArrayData:
 
 @dataclass
 class StreamData:
-    """Examples that arrive batch by batch, from a map-style `Dataset` or from a loader."""
+    """Examples that arrive batch by batch, from a map-style `Dataset` or from a loader; `check` looks at each batch's targets."""
 
     source: Any
     num_data: int
     dtype: torch.dtype
     device: torch.device
     mask: Any = None
+    check: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     resident = False
 
@@ -275,6 +276,8 @@ class StreamData:
         y, observed = _as_targets(y, self.mask, dtype=self.dtype)
         if num_rows(x) != len(y):
             raise ValueError(f"x has {num_rows(x)} examples and y has {len(y)} in one batch: they must be equally many")
+        if self.check is not None:
+            y = self.check(y, observed)
         weight = _as_example_weights(rest[0], len(y), self.dtype).to(self.device) if rest else None
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
@@ -316,7 +319,7 @@ class StreamData:
         parts = []
         for rows in (order[held:], order[:held]):
             subset = torch.utils.data.Subset(self.source, rows.tolist())
-            parts.append(StreamData(subset, len(rows), self.dtype, self.device, self.mask))
+            parts.append(replace(self, source=subset, num_data=len(rows)))
         return parts[0], parts[1]
 
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,8 +180,10 @@ def _prepare(
         batch = prepared.batch
         shape = torch.Size((prepared.num_data, *model.output_shape))
         targets = model.likelihood.check(shape, batch.y, mask=batch.mask)
-        prepared = ArrayData(batch._replace(y=targets), prepared.num_data)
-    return model, prepared
+        return model, ArrayData(batch._replace(y=targets), prepared.num_data)
+    shape = model.output_shape
+    check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *shape)), y, mask=mask)  # noqa: E731
+    return model, replace(prepared, check=check)
 
 
 def _example(data: Data, rows: int = 8) -> Batch:

@@ -1,0 +1,83 @@
+"""Training steps: ours against a plain PyTorch loop with fused Adam."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plausible as pl
+from plausible import random
+from plausible.data import as_data
+from plausible.engine.policy import Mode
+from plausible.engine.source import Source
+from plausible.engine.stepper import Captured, make
+
+BATCH = 128
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in zip(sizes, sizes[1:]):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def problem(sizes: tuple[int, ...], rows: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = mlp(*sizes).to(device)
+    x = torch.randn(rows, sizes[0], device=device)
+    y = torch.randint(10, (rows,), device=device) if sizes[-1] == 10 else torch.randn(rows, sizes[-1], device=device)
+    return net, x, y
+
+
+def plain_loop(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> Callable[[], int]:
+    """What a user writes by hand: shuffled indices, fused Adam, eager."""
+    net = copy.deepcopy(net)
+    optimiser = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+
+    def run() -> int:
+        order = torch.randperm(len(x), device=x.device)
+        for i in range(steps):
+            start = i * BATCH % (len(x) - BATCH + 1)
+            rows = order[start : start + BATCH]
+            optimiser.zero_grad()
+            f = net(x[rows])
+            loss = F.cross_entropy(f, y[rows]) if y.ndim == 1 else F.mse_loss(f, y[rows])
+            loss.backward()
+            optimiser.step()
+        return steps
+
+    return run
+
+
+def ours(net: nn.Module, x: Tensor, y: Tensor, steps: int, mode: Mode, members: int | None = None) -> Callable[[], int]:
+    """The engine's own stepper in the given mode."""
+    data = as_data((x, y), dtype=torch.float32, device=x.device)
+    likelihood = pl.likelihoods.Categorical() if y.ndim == 1 else pl.likelihoods.Gaussian(scale=1.0)
+    model = pl.Model.build(
+        net, likelihood, pl.priors.Gaussian(), data.rows(torch.arange(8, device=x.device)), num_data=len(x), device=x.device
+    )
+    single = pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
+    method = single if members is None else pl.Ensemble(single, members=members)
+    plan = method.plan(len(x))
+    model = model.for_run(num_data=len(x), steps=plan.steps, seed=0)
+    source = Source(data, plan, seed=0, members=members)
+    stepper, used = make(mode, method.step, model, method.start(model, random.key(0, device=x.device)), source)
+    if used != mode:
+        raise RuntimeError(f"asked for {mode} steps and got {used} ones")
+    position = 0
+
+    def run() -> int:
+        nonlocal position
+        done = 0
+        while done < steps:
+            count = min(steps - done, Captured.LENGTH)
+            stepper.advance(position, count, lambda _: False)
+            position, done = position + count, done + count
+        return steps
+
+    return run
