@@ -455,8 +455,8 @@ def test_on_a_gpu_everything_stays_there_and_agrees(likelihood: Likelihood, outp
     outputs, weights = draws(likelihood, output)
     here = Predictive.from_functions(outputs, likelihood, weights)
     there = Predictive.from_functions(outputs.cuda(), likelihood, {name: w.cuda() for name, w in weights.items()})
-    state = torch.cuda.get_rng_state()
     y = targets_for(likelihood, outputs, weights)
+    state = torch.cuda.get_rng_state()
     pairs = [(here.mean, there.mean), (here.std, there.std), (here.log_prob(y), there.log_prob(y))]
     if likelihood.kind in ("continuous", "counts"):
         pairs.append((here.quantile([0.1, 0.6]), there.quantile([0.1, 0.6])))

@@ -33,8 +33,11 @@ class StudentT(distributions.StudentT):
     def __init__(self, df: Tensor, loc: Tensor, scale: Tensor) -> None:
         self._narrow_df = df  # before broadcasting: the normaliser is computed once, not for each element
         self.df, self.loc, self.scale = broadcast_all(df, loc, scale)
-        self._chi2 = distributions.Chi2(self.df, validate_args=False)
         distributions.Distribution.__init__(self, self.df.shape, validate_args=False)
+
+    @property
+    def _chi2(self) -> distributions.Chi2:  # only to sample: its constructor copies from the host, which no graph can capture
+        return distributions.Chi2(self.df, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> StudentT:  # noqa: D102
         return StudentT(self._narrow_df, self.loc.expand(batch_shape), self.scale.expand(batch_shape))

@@ -207,6 +207,13 @@ class Cyclical(Schedule):
         return self.start * _half_wave((length - place).float() / length)
 
 
+def rate(value: float | Schedule, step: Tensor, total: int) -> Tensor:
+    """The value at `step`: a number stands for itself. A 0-d float32 tensor on the device of `step`."""
+    if isinstance(value, Schedule):
+        return value(step, total)
+    return torch.full((), float(value), dtype=torch.float32, device=step.device)
+
+
 def as_schedule(value: float | Schedule, name: str = "lr") -> Schedule:
     """A schedule as it is, a positive number as a `Constant`; `name` is the argument that messages speak of."""
     if isinstance(value, Schedule):

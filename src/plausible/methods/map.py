@@ -12,7 +12,7 @@ from plausible.methods.base import BatchSize, Method, Plan, Traits, check_traini
 from plausible.model import Model
 from plausible.optimisers import AdamW, Optimiser
 from plausible.posterior import DrawsPosterior, Posterior
-from plausible.schedules import Cosine, Schedule, as_schedule
+from plausible.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.serialise import register
 from plausible.weights import Weights, clone, tree_map
 
@@ -92,7 +92,7 @@ class MAP(Method):
         joint = model.gradient(
             state.weights, batch, buffers=state.buffers, train=True, scale=-1.0 / model.num_data, leave_l2=True
         )
-        lr = as_schedule(self.lr)(state.step, model.steps)
+        lr = rate(self.lr, state.step, model.steps)
         weights, optimiser = self.optimiser.update(state.weights, joint.grads, state.optimiser, lr, joint.l2)
         new = state._replace(weights=weights, buffers=joint.buffers, optimiser=optimiser, step=state.step + 1)
         return new, {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}

@@ -13,7 +13,7 @@ from plausible import random
 from plausible.methods.base import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.model import Model
 from plausible.posterior import DrawsPosterior, Posterior
-from plausible.schedules import Schedule, as_schedule
+from plausible.schedules import Schedule, as_schedule, rate
 from plausible.serialise import register
 from plausible.weights import Weights, clone
 
@@ -89,7 +89,7 @@ class SGLD(Method):
     def step(self, model: Model, state: SGLDState, batch: Batch) -> tuple[SGLDState, dict[str, Tensor]]:
         """One Langevin step."""
         joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
-        lr = as_schedule(self.lr)(state.step, model.steps)
+        lr = rate(self.lr, state.step, model.steps)
         noise = random.normal(state.key, state.step, {name: state.weights[name] for name in model.random})
         weights = dict(state.weights)
         drift, spread = 0.5 * lr, (lr * self.temperature).sqrt()

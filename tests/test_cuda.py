@@ -1,0 +1,96 @@
+"""On an NVIDIA GPU: captured = eager, compiled and captured = eager, resume, mixed precision, moving a posterior."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plausible as pl
+from plausible import random
+from plausible.data import as_data
+from plausible.engine.source import Source
+from plausible.engine.stepper import Captured, Eager
+from plausible.weights import clone, tensors
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+
+
+def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(300, 4)
+    y = (x[:, :1] * x[:, 1:2]).sin() + 0.1 * torch.randn(300, 1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), x, y
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("members", [None, 3])
+@pytest.mark.parametrize("batch_size", [64, None])
+def test_captured_steps_equal_eager_steps(compiled: bool, members: int | None, batch_size: Any) -> None:
+    net, x, y = problem()
+    device = torch.device("cuda")
+    data = as_data((x, y), dtype=torch.float32, device=device)
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device)
+    single = pl.MAP(epochs=50, batch_size=batch_size, lr=pl.schedules.Cosine(1e-2))
+    method = single if members is None else pl.Ensemble(single, members=members)
+    plan = method.plan(300)
+    model = model.for_run(num_data=300, steps=plan.steps, seed=0)
+    source = Source(data, plan, seed=0, members=members)
+    state = method.start(model, random.key(0, device=device))
+    eager = Eager(method.step, model, clone(state), source)
+    captured = Captured(method.step, model, clone(state), source, compiled=compiled)
+    infos = [stepper.advance(0, 12, lambda _: False) for stepper in (eager, captured)]
+    for a, b in zip(tensors(eager.state), tensors(captured.state)):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+    for a, b in zip(*infos):
+        torch.testing.assert_close(a["log_joint"].cpu(), b["log_joint"].cpu(), rtol=2e-3, atol=1e-2)
+
+
+def test_sgld_noise_differs_between_steps_and_members_and_has_the_right_size() -> None:
+    net = nn.Linear(50, 1, bias=False)
+    x, y = torch.zeros(40, 50), torch.zeros(40, 1)
+    method = pl.Ensemble(pl.SGLD(epochs=300, batch_size=None, lr=0.1, burn_in=0.5, thin=1), members=4, init="given")
+    settings: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(1.0), "device": "cuda", "compile": "auto", "progress": False}
+    posterior = pl.fit(net, (x, y), method, **settings)
+    assert "captured" in posterior.run["mode"]
+    draws = posterior.weights()["weight"].squeeze(1)  # the prior: N(0, 1), biased by 1/(1 - ε/4)
+    assert len(torch.unique(draws[:, 0])) == len(draws)
+    assert abs(float(draws.var()) * (1 - 0.1 / 4) - 1) < 0.1
+    again = pl.fit(net, (x, y), method, **settings).weights()["weight"].squeeze(1)
+    assert torch.equal(draws, again)
+    other = pl.fit(net, (x, y), method, seed=1, **settings).weights()["weight"].squeeze(1)
+    assert not torch.equal(draws, other)
+
+
+@pytest.mark.parametrize("mode", [False, "auto"])
+def test_resume_on_a_gpu(tmp_path: Path, mode: Any) -> None:
+    net, x, y = problem()
+    method = pl.SGLD(epochs=100, batch_size=64, lr=1e-5)
+
+    class Kill(Exception):
+        pass
+
+    def kill(step: int, _: Any) -> None:
+        if step >= 300:
+            raise Kill
+
+    settings: dict[str, Any] = {"device": "cuda", "progress": False, "compile": mode}
+    whole = pl.fit(net, (x, y), method, **settings)
+    place = pl.Checkpoint(tmp_path / "c", steps=100)
+    with pytest.raises(Kill):
+        pl.fit(net, (x, y), method, checkpoint=place, callbacks=[kill], **settings)
+    resumed = pl.fit(net, (x, y), method, checkpoint=place, **settings)
+    torch.testing.assert_close(whole.functions(x), resumed.functions(x), rtol=1e-3, atol=1e-3)
+
+
+def test_mixed_precision_and_moving() -> None:
+    net, x, y = problem()
+    posterior = pl.fit(net, (x, y), pl.MAP(epochs=60), device="cuda", precision="bfloat16", progress=False)
+    full = pl.fit(net, (x, y), pl.MAP(epochs=60), device="cuda", progress=False)
+    assert abs(float(posterior.predict(x).log_prob(y).mean() - full.predict(x).log_prob(y).mean())) < 0.2
+    there = full.to("cpu")
+    assert there.predict(x).mean.device.type == "cpu"
+    torch.testing.assert_close(there.predict(x).mean, full.predict(x).mean.cpu(), rtol=1e-3, atol=1e-3)
