@@ -59,7 +59,12 @@ def ours(net: nn.Module, x: Tensor, y: Tensor, steps: int, mode: Mode, members: 
     data = as_data((x, y), dtype=torch.float32, device=x.device)
     likelihood = pl.likelihoods.Categorical() if y.ndim == 1 else pl.likelihoods.Gaussian(scale=1.0)
     model = pl.Model.build(
-        net, likelihood, pl.priors.Gaussian(), data.rows(torch.arange(8, device=x.device)), num_data=len(x), device=x.device
+        net,
+        likelihood,
+        pl.priors.Gaussian(),
+        data.rows(torch.arange(8, device=x.device)),
+        num_data=len(x),
+        device=x.device,
     )
     single = pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
     method = single if members is None else pl.Ensemble(single, members=members)

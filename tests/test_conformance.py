@@ -120,3 +120,14 @@ def test_names_build_without_arguments() -> None:
         assert isinstance(pl.methods.create(name), registry[name])
     with pytest.raises(ValueError, match="did you mean 'sgld'"):
         pl.methods.create("sgdl")
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_two_compiled_runs_in_one_process_do_not_share_a_graph(compiler: None) -> None:
+    for width in (3, 5):  # without guards the second would run the graph of the first
+        net, x, y = torch.nn.Linear(width, 1), torch.randn(40, width), torch.randn(40, 1)
+        one = pl.fit(net, (x, y), pl.MAP(epochs=5, batch_size=10), compile=True, progress=False)
+        two = pl.fit(net, (x, y), pl.MAP(epochs=5, batch_size=10), compile=False, progress=False)
+        assert one.run["mode"] == "compiled"
+        torch.testing.assert_close(one.functions(x), two.functions(x), rtol=1e-4, atol=1e-5)

@@ -33,7 +33,9 @@ def test_captured_steps_equal_eager_steps(compiled: bool, members: int | None, b
     net, x, y = problem()
     device = torch.device("cuda")
     data = as_data((x, y), dtype=torch.float32, device=device)
-    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device)
+    model = pl.Model.build(
+        net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device
+    )
     single = pl.MAP(epochs=50, batch_size=batch_size, lr=pl.schedules.Cosine(1e-2))
     method = single if members is None else pl.Ensemble(single, members=members)
     plan = method.plan(300)
@@ -53,7 +55,12 @@ def test_sgld_noise_differs_between_steps_and_members_and_has_the_right_size() -
     net = nn.Linear(50, 1, bias=False)
     x, y = torch.zeros(40, 50), torch.zeros(40, 1)
     method = pl.Ensemble(pl.SGLD(epochs=300, batch_size=None, lr=0.1, burn_in=0.5, thin=1), members=4, init="given")
-    settings: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(1.0), "device": "cuda", "compile": "auto", "progress": False}
+    settings: dict[str, Any] = {
+        "likelihood": pl.likelihoods.Gaussian(1.0),
+        "device": "cuda",
+        "compile": "auto",
+        "progress": False,
+    }
     posterior = pl.fit(net, (x, y), method, **settings)
     assert "captured" in posterior.run["mode"]
     draws = posterior.weights()["weight"].squeeze(1)  # the prior: N(0, 1), biased by 1/(1 - ε/4)

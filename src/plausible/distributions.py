@@ -36,7 +36,9 @@ class StudentT(distributions.StudentT):
         distributions.Distribution.__init__(self, self.df.shape, validate_args=False)
 
     @property
-    def _chi2(self) -> distributions.Chi2:  # only to sample: its constructor copies from the host, which no graph can capture
+    def _chi2(
+        self,
+    ) -> distributions.Chi2:  # only to sample: its constructor copies from the host, which no graph can capture
         return distributions.Chi2(self.df, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> StudentT:  # noqa: D102

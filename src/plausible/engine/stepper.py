@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -61,7 +64,7 @@ class Compiled:
             copy_into(state, new)
             return info
 
-        self.call = torch.compile(whole, fullgraph=True, dynamic=False, options=_options())
+        self.call = _compiled(whole, resident=isinstance(source.data, ArrayData))
 
     def advance(self, first: int, count: int, after: Callable[[int], bool]) -> list[Info]:
         """Run the steps; the gather is part of the graph where the data are resident."""
@@ -111,7 +114,7 @@ class Captured:
                 entries[name].index_copy_(0, where, value.unsqueeze(0))
             cursor.add_(1)
 
-        body = torch.compile(whole, fullgraph=True, dynamic=False, options=_options()) if compiled else whole
+        body = _compiled(whole, resident=True) if compiled else whole
         snapshot = clone(state)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -139,10 +142,20 @@ class Captured:
         return [{name: value[i] for name, value in logged.items()} for i in range(count)]
 
 
-def _options() -> dict[str, Any]:
-    """Guards are dropped: the engine calls with the same shapes and objects every time, and checking them costs 10–30 µs."""
-    keep_none = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-    return {"guard_filter_fn": keep_none} if keep_none is not None else {}
+_serial = itertools.count()
+
+
+def _compiled(function: Callable[..., Any], *, resident: bool) -> Callable[..., Any]:
+    """`torch.compile` of a whole step, without guards where every call has the same shapes and objects.
+
+    Checking guards costs 10–30 µs a call. Without them nothing would tell two steps apart that share their code, so each gets a
+    code object of its own, and with it a cache of its own.
+    """
+    own = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_serial)}")
+    fresh = types.FunctionType(own, function.__globals__, own.co_name, function.__defaults__, function.__closure__)
+    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None) if resident else None
+    options: dict[str, Any] = {} if skip is None else {"guard_filter_fn": skip}
+    return torch.compile(fresh, fullgraph=True, dynamic=False, options=options)
 
 
 def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tuple[Stepper, Mode]:
@@ -157,6 +170,9 @@ def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tu
         return Eager(step, model, state, source), "eager"
     snapshot = clone(state)
     generators = torch.get_rng_state()
+    quiet = warnings.catch_warnings()
+    quiet.__enter__()
+    warnings.filterwarnings("ignore", message=".*TensorFloat32 tensor cores.*")
     try:
         if "captured" in mode and not isinstance(source.data, StreamData):
             return Captured(step, model, state, source, compiled="compiled" in mode), mode
@@ -173,6 +189,7 @@ def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tu
         log.debug("the reason in full", exc_info=True)
         return Eager(step, model, snapshot, source), "eager"
     finally:
+        quiet.__exit__(None, None, None)
         if "captured" not in mode:
             copy_into(state, snapshot)
         torch.set_rng_state(generators)

@@ -103,23 +103,24 @@ def _noise_list(
     counter: Tensor | int,
     like: Sequence[Tensor],
 ) -> list[Tensor]:
+    if not like:
+        return []
+    device = like[0].device
     for tensor in like:
         if not tensor.is_floating_point():
             raise TypeError(f"like: got a {tensor.dtype} tensor, expected floating point; leave it out of `like`")
-        if tensor.device != like[0].device:
-            raise ValueError(f"like: got tensors on {like[0].device} and {tensor.device}, expected one device")
-    if not like:
-        return []
+        if tensor.device != device:
+            raise ValueError(f"like: got tensors on {device} and {tensor.device}, expected one device")
     if not isinstance(counter, Tensor):
         counter = torch.full((), _signed(counter, "counter"), dtype=torch.int64, device=key.device)
-    if like[0].device.type != "cpu":
+    if device.type != "cpu":
         batch = torch.broadcast_shapes(key.shape[:-1], counter.shape)
-        return [native((*batch, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for tensor in like]
+        return [native((*batch, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in like]
     sizes = [tensor.numel() for tensor in like]
     flat = draw(key, counter, sum(sizes))  # [*K, n]
     batch = flat.shape[:-1]
-    parts = zip(flat.split(sizes, dim=-1), like)
-    return [_converted(part.view((*batch, *tensor.shape)), tensor.dtype, draw) for part, tensor in parts]
+    parts = zip(flat.split_with_sizes(sizes, -1), like)
+    return [_converted(part.view(batch + tensor.shape), tensor.dtype, draw) for part, tensor in parts]
 
 
 def _converted(noise: Tensor, dtype: torch.dtype, draw: Callable[..., Tensor]) -> Tensor:
