@@ -48,7 +48,7 @@ def register(cls: None = None, *, name: str | None = None) -> Callable[[C], C]: 
 def register(cls: Any = None, *, name: str | None = None) -> Any:
     """Make a dataclass known to `encode` and `decode`; used as `@register` or `@register(name="...")`.
 
-    The name in the file is `module.Class`, with the last part of the module's name ("priors.Gaussian"); methods, whose
+    The name in the file is `module.Class`, as in "priors.Gaussian", whichever file of the package it lives in; methods, whose
     modules live under `plausible.methods`, go by the name of the class alone ("MAP").
     """
     if cls is None:
@@ -72,7 +72,8 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
 def _default_name(cls: type) -> str:
     if cls.__module__.startswith("plausible.methods"):
         return cls.__qualname__
-    return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
+    module = cls.__module__.split(".")
+    return f"{module[1] if module[0] == 'plausible' and len(module) > 1 else module[-1]}.{cls.__qualname__}"
 
 
 def encode(value: Any, *, strict: bool = True) -> Any:

@@ -1,19 +1,8 @@
-"""Priors over weights: a log density for every element, and draws from it.
-
-A prior is a rule for all weights, or a mapping from name patterns to rules (`Patterns`), possibly scaled by fan-in
-(`FanIn`). Elements are independent given their rule. Log densities are sums in nats, constants included, made of tensor
-operations that work under `vmap`, `grad` and `torch.compile`. All priors are frozen dataclasses: hashable, comparable,
-stored as JSON.
-"""
+"""Densities of single weights: Gaussian, Laplace, Student's t, mixtures of scales, horseshoe, log-uniform, flat."""
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import math
-import numbers
-import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,123 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plausible.optimisers import transformed
+from plausible.priors.base import Rule, total
 from plausible.serialise import check_number, register
-
-__all__ = [
-    "FanIn",
-    "Flat",
-    "Gaussian",
-    "Horseshoe",
-    "Laplace",
-    "LogUniform",
-    "Patterns",
-    "Prior",
-    "Rule",
-    "ScaleMixture",
-    "StudentT",
-    "as_prior",
-]
 
 LOG_2PI = math.log(2 * math.pi)
 EULER_GAMMA = 0.5772156649015329
 SOFTENING = 1e-8
 """Poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)."""
-
-
-class Prior(ABC):
-    """log p(w) = Σ over names and elements; weights are dicts of tensors without a leading axis of draws.
-
-    For stacked weights apply `torch.func.vmap` to `log_prob`.
-    """
-
-    @abstractmethod
-    def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density of each element of the weight called `name`; same shape as `weight`."""
-
-    @abstractmethod
-    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Independent draws for one weight, [*draws, *like.shape], on the generator's device in float32 or float64."""
-
-    def rule(self, name: str) -> Prior:  # noqa: ARG002
-        """The prior that applies to the weight called `name`, with patterns resolved."""
-        return self
-
-    @property
-    def proper(self) -> bool:
-        """Whether the density integrates to 1, so that there is something to sample."""
-        return True
-
-    @property
-    def precision(self) -> float | None:
-        """λ where log p(w) = −½λ‖w‖² + constant for all weights alike, else None.
-
-        The gradient −λw then needs no autograd: optimisers take it as `l2`.
-        """
-        return None
-
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the log densities of all elements of all weights: a 0-d tensor."""
-        return _total(self.elementwise(name, weight).sum() for name, weight in weights.items())
-
-    def sample(
-        self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None
-    ) -> dict[str, Tensor]:
-        """Weights drawn from the prior, with names, shapes, dtypes and devices of `like`.
-
-        With `draws` every tensor gets a leading axis of that length. The generator may live on the CPU or on the
-        weights' device; a CPU generator gives the same draws on every device. Improper priors raise ValueError.
-        """
-        if draws is not None and draws < 1:
-            raise ValueError(f"draws must be at least 1, got {draws!r}")
-        leading = () if draws is None else (draws,)
-        drawn = {}
-        for name, weight in like.items():
-            value = self.draw(name, weight.detach(), generator, leading)
-            drawn[name] = value.to(device=weight.device, dtype=weight.dtype)
-        return drawn
-
-
-class Rule(Prior):
-    """One density on the real line for every element: subclasses give `log_density` and `variate`.
-
-    For `log_prob`, weights with fewer elements than `join_below` are laid end to end first: one pass over many small
-    tensors instead of many passes.
-    """
-
-    join_below: ClassVar[float] = 2**14
-
-    @abstractmethod
-    def log_density(self, weight: Tensor) -> Tensor:
-        """The log density of each element; same shape."""
-
-    @abstractmethod
-    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """Independent draws on the generator's device."""
-
-    def elementwise(self, name: str, weight: Tensor) -> Tensor:  # noqa: ARG002
-        """The log density of each element, whatever the name."""
-        return self.log_density(weight)
-
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum of all log densities."""
-        small = [weight.reshape(-1) for weight in weights.values() if weight.numel() < self.join_below]
-        parts = [weight for weight in weights.values() if weight.numel() >= self.join_below]
-        return _total(self.log_density(part).sum() for part in [*parts, *([torch.cat(small)] if small else [])])
-
-    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Independent draws, whatever the name."""
-        if not self.proper:
-            raise ValueError(
-                f"cannot sample the weight {name!r} from {self!r}: this prior is improper, its density has no finite "
-                "integral; choose a proper one, e.g. Gaussian(scale=1.0), or give LogUniform both bounds"
-            )
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return self.variate((*draws, *like.shape), generator, dtype)
-
-
-def _total(terms: Iterable[Tensor]) -> Tensor:
-    """The sum; 0 for no terms."""
-    return functools.reduce(operator.add, terms) if (terms := list(terms)) else torch.zeros(())
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -204,7 +83,7 @@ class Gaussian(Rule):
         if not plain:
             square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
             return (-0.5 / self.scale**2) * square - constant
-        return -0.5 * _total(self._residual(value).square().sum() for value in values) - constant
+        return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A standard normal variate, scaled and moved."""
@@ -410,141 +289,3 @@ class Flat(Rule):
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Refused."""
         raise ValueError("Flat is improper and cannot be sampled")
-
-
-@register
-@dataclass(frozen=True)
-class Patterns(Prior):
-    """A prior for each name pattern, e.g. `Patterns({"*.bias": Flat(), "*": Gaussian(0.5)})`; the first match wins.
-
-    Patterns are shell-style (`*`, `?`, `[...]`), matched against the whole name with case. A weight without a match is
-    an error. Stored as a tuple of pairs.
-    """
-
-    rules: tuple[tuple[str, Prior], ...]
-
-    def __post_init__(self) -> None:
-        pairs = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
-        try:
-            pairs = tuple((pattern, prior) for pattern, prior in pairs)
-        except (TypeError, ValueError):
-            raise TypeError(f"Patterns: rules must map patterns to priors, got {self.rules!r}") from None
-        if not pairs:
-            raise ValueError('Patterns: rules is empty; give at least {"*": Gaussian(scale=1.0)}')
-        for pattern, prior in pairs:
-            if not isinstance(pattern, str):
-                raise TypeError(f"Patterns: a pattern must be a string, got {pattern!r}")
-            if not isinstance(prior, Prior):
-                raise TypeError(f"Patterns: the rule for {pattern!r} must be a prior, got {prior!r}{_hint(prior)}")
-        object.__setattr__(self, "rules", pairs)
-
-    def rule(self, name: str) -> Prior:
-        """The prior of the first pattern that matches."""
-        return self.rules[self._index(name)][1].rule(name)
-
-    def _index(self, name: str) -> int:
-        patterns = tuple(pattern for pattern, _ in self.rules)
-        return _first_match(name, patterns)
-
-    @property
-    def proper(self) -> bool:
-        """Whether all rules are proper."""
-        return all(prior.proper for _, prior in self.rules)
-
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum over the rules, each applied to all its weights at once."""
-        groups: list[dict[str, Tensor]] = [{} for _ in self.rules]
-        for name, weight in weights.items():
-            groups[self._index(name)][name] = weight
-        return _total(prior.log_prob(group) for (_, prior), group in zip(self.rules, groups) if group)
-
-    def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density by the rule of this name."""
-        return self.rule(name).elementwise(name, weight)
-
-    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws by the rule of this name."""
-        return self.rule(name).draw(name, like, generator, draws)
-
-
-@register
-@dataclass(frozen=True)
-class FanIn(Prior):
-    """w = z/√n with z from the base prior and n the fan-in: log p(w) = log p_z(w·√n) + ½ log n.
-
-    Neal (1996), Bayesian learning for neural networks: the prior over functions keeps its scale as layers widen. n is
-    the product of all axes but the first: inputs × kernel in linear and convolutional layers. Weights with fewer than
-    two axes (biases, norms) and the likelihood's own weights keep the base prior as it is.
-    """
-
-    prior: Prior
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prior, Prior):
-            raise TypeError(f"FanIn: prior must be a prior, got {self.prior!r}{_hint(self.prior)}")
-
-    def rule(self, name: str) -> Prior:
-        """The base rule of this name, scaled."""
-        return FanIn(self.prior.rule(name))
-
-    @property
-    def proper(self) -> bool:
-        """As the base prior."""
-        return self.prior.proper
-
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The base prior's for all rescaled weights at once, with the Jacobian."""
-        sizes = {name: _fan_in(name, weight) for name, weight in weights.items()}
-        jacobian = sum(0.5 * math.log(sizes[name]) * weight.numel() for name, weight in weights.items())
-        return self.prior.log_prob({name: w * math.sqrt(sizes[name]) for name, w in weights.items()}) + jacobian
-
-    def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density of the rescaled weight, with the Jacobian."""
-        fan_in = _fan_in(name, weight)
-        base = self.prior.elementwise(name, weight * math.sqrt(fan_in))
-        return base + 0.5 * math.log(fan_in)
-
-    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws of the base prior over √n."""
-        return self.prior.draw(name, like, generator, draws) / math.sqrt(_fan_in(name, like))
-
-
-def _first_match(name: str, patterns: tuple[str, ...]) -> int:
-    for index, pattern in enumerate(patterns):
-        if fnmatch.fnmatchcase(name, pattern):
-            return index
-    raise ValueError(
-        f"no prior for the weight {name!r}: none of the patterns {', '.join(map(repr, patterns))} matches; add a rule "
-        'for it, or a last rule "*" for all others'
-    )
-
-
-# A constant for torch.compile, as torch.compiler.assume_constant_result would mark it; that call imports the compiler,
-# which takes longer than importing torch.
-_first_match._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _fan_in(name: str, weight: Tensor) -> int:
-    if weight.ndim < 2 or name.startswith("likelihood."):
-        return 1
-    return max(math.prod(weight.shape[1:]), 1)
-
-
-def _hint(value: Any) -> str:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return f"; did you mean Gaussian(scale={value})?"
-    return ""
-
-
-def as_prior(prior: Prior | Mapping[str, Prior] | None) -> Prior:
-    """A prior as it is, a mapping from name patterns as `Patterns`, None as `Gaussian(scale=1.0)`."""
-    if prior is None:
-        return Gaussian(scale=1.0)
-    if isinstance(prior, Prior):
-        return prior
-    if isinstance(prior, Mapping):
-        return Patterns(prior)  # type: ignore[arg-type]
-    raise TypeError(
-        f"prior must be one of plausible.priors, a mapping from name patterns to them, or None, got {prior!r} "
-        f"of type {type(prior).__qualname__}{_hint(prior)}"
-    )

@@ -1,0 +1,26 @@
+"""Priors over weights: a log density for every element, and draws from it.
+
+A prior is a rule for all weights, or a mapping from name patterns to rules (`Patterns`), possibly scaled by fan-in
+(`FanIn`). Elements are independent given their rule. Log densities are sums in nats, constants included, made of tensor
+operations that work under `vmap`, `grad` and `torch.compile`. All priors are frozen dataclasses: hashable, comparable,
+stored as JSON.
+"""
+
+from plausible.priors.base import Prior, Rule
+from plausible.priors.composed import FanIn, Patterns, as_prior
+from plausible.priors.rules import Flat, Gaussian, Horseshoe, Laplace, LogUniform, ScaleMixture, StudentT
+
+__all__ = [
+    "FanIn",
+    "Flat",
+    "Gaussian",
+    "Horseshoe",
+    "Laplace",
+    "LogUniform",
+    "Patterns",
+    "Prior",
+    "Rule",
+    "ScaleMixture",
+    "StudentT",
+    "as_prior",
+]
