@@ -1,0 +1,13 @@
+"""All benchmarks that this machine can run."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import cpu
+
+cpu.main()
+if torch.cuda.is_available():
+    from benchmarks import gpu
+
+    gpu.main()

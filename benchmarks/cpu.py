@@ -1,0 +1,75 @@
+"""On the CPU: MAP and stacked ensembles against plain loops, the cost of importing, the overhead of `fit`."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+import plausible as pl
+from benchmarks.steps import mlp, ours, plain_loop, problem
+from benchmarks.timing import interleave, micro, ratio
+
+LARGE, SMALL = (784, 400, 400, 10), (8, 50, 50, 1)
+
+
+def steps(sizes: tuple[int, ...], rows: int, count: int, members: tuple[int, ...]) -> dict[str, float]:
+    """Steps of one network in all modes, and stacked ones per member, in units of the plain loop."""
+    net, x, y = problem(sizes, rows, "cpu")
+    candidates = {"plain loop": plain_loop(net, x, y, count)}
+    candidates["MAP eager"] = ours(net, x, y, count, "eager")
+    candidates["MAP compiled"] = ours(net, x, y, count, "compiled")
+    for number in members:
+        candidates[f"{number} stacked"] = ours(net, x, y, max(4, count // number), "compiled", number)
+    times = interleave(candidates)
+    print(f"MLP {'-'.join(map(str, sizes))}, batch 128, Adam")
+    result = {}
+    for name, values in times.items():
+        many = int(name.split()[0]) if "stacked" in name else 1
+        result[name] = ratio(times, name, "plain loop") / many
+        gain = (
+            f"{1 / result[name]:6.2f}× faster than {many} plain loops" if many > 1 else f"{result[name]:6.3f} × plain"
+        )
+        print(f"  {name:14} {micro(values) / many:9.1f} µs per model-step   {gain}")
+    return result
+
+
+def importing(rounds: int = 7) -> float:
+    """Time of `import plausible` over that of `import torch`, in fresh interpreters."""
+    times: dict[str, list[float]] = {"torch": [], "plausible": []}
+    for _ in range(rounds):
+        for name, values in times.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+            values.append(time.perf_counter() - start)
+    found = statistics.median(b / a for a, b in zip(times["torch"], times["plausible"]))
+    print(f"import plausible: {found:.3f} × import torch ({statistics.median(times['torch']):.2f} s)")
+    return found
+
+
+def overhead(rounds: int = 7) -> float:
+    """Seconds that `fit` takes beyond its steps: a run of one step, uncompiled."""
+    net, x, y = mlp(*SMALL), torch.randn(1000, SMALL[0]), torch.randn(1000, SMALL[-1])
+    values = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        pl.fit(net, (x, y), pl.MAP(epochs=1, batch_size=None), compile=False, progress=False)
+        values.append(time.perf_counter() - start)
+    print(f"fit with one step, uncompiled: first call {values[0]:.3f} s, median {statistics.median(values):.3f} s")
+    return statistics.median(values)
+
+
+def main() -> dict[str, float]:
+    torch.set_num_threads(2)
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    result = {"import": importing(), "overhead of fit in seconds": overhead()}
+    for name, sizes, rows, count, members in (("small", SMALL, 4096, 64, (8, 32)), ("large", LARGE, 8192, 16, (8,))):
+        result |= {f"{name}: {key}": value for key, value in steps(sizes, rows, count, members).items()}
+    return result
+
+
+if __name__ == "__main__":
+    main()
