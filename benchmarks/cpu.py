@@ -62,14 +62,18 @@ def overhead(rounds: int = 7) -> float:
     return statistics.median(values)
 
 
-def main() -> dict[str, float]:
+def main(parts: tuple[str, ...] = ("import", "small", "large")) -> dict[str, float]:
     torch.set_num_threads(2)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    result = {"import": importing(), "overhead of fit in seconds": overhead()}
+    result: dict[str, float] = {}
+    if "import" in parts:
+        result = {"import": importing(), "overhead of fit in seconds": overhead()}
     for name, sizes, rows, count, members in (("small", SMALL, 4096, 64, (8, 32)), ("large", LARGE, 8192, 16, (8,))):
+        if name not in parts:
+            continue
         result |= {f"{name}: {key}": value for key, value in steps(sizes, rows, count, members).items()}
     return result
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]) or ("import", "small", "large"))

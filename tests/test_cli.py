@@ -117,7 +117,7 @@ def test_scores_of_classes_by_hand():
 def test_ece_bins_are_closed_above():
     # confidences 0.6 and 0.8 share the bin (0.5, 1] of two; 1.0 belongs to the last bin
     probs = torch.tensor([[0.6, 0.4], [0.2, 0.8], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
-    y = torch.tensor([0, 0, 0, 1])
+    y = torch.tensor([0, 0, 0, 0])
     assert scores.ece(probs, y, bins=2) == pytest.approx((abs(0.4 - 0.8 + 0.0) + 0.5) / 4)
 
 
@@ -529,6 +529,11 @@ def test_predictions_are_those_of_the_library(regression, tmp_path):
     np.testing.assert_allclose(
         [float(row["epistemic"]) for row in rows], scale**2 * functions.var(0), rtol=1e-3, atol=1e-3
     )
+    noise = posterior.weights()["likelihood.log_scale"].double().exp()[:, None] * scale
+    mixture = torch.distributions.Normal(torch.from_numpy(loc + scale * functions), noise)
+    bounds = [torch.tensor([float(row[name]) for row in rows], dtype=torch.float64) for name in ("lower", "upper")]
+    for bound, mass in zip(bounds, (0.25, 0.75)):
+        np.testing.assert_allclose(mixture.cdf(bound).mean(0), mass, atol=1e-3)
     for row in rows:
         total = float(row["epistemic"]) + float(row["aleatoric"])
         assert float(row["std"]) ** 2 == pytest.approx(total, rel=1e-4)

@@ -33,6 +33,13 @@ def _rank_normalise(chains: Tensor) -> Tensor:
     return torch.special.ndtri((ranks - 0.375) / (count + 0.25)).reshape(chains.shape)
 
 
+def _quantile(chains: Tensor, level: float) -> Tensor:
+    """A quantile over all chains together, by linear interpolation: [quantities] (`torch.quantile` refuses large inputs)."""
+    ordered = chains.reshape(-1, chains.shape[-1]).sort(dim=0).values
+    low, part = divmod(level * (len(ordered) - 1), 1)
+    return torch.lerp(ordered[int(low)], ordered[min(int(low) + 1, len(ordered) - 1)], part)
+
+
 def _rhat(chains: Tensor) -> Tensor:
     """√(((n−1)/n · W + B/n) / W) of already split chains."""
     draws = chains.shape[1]
@@ -44,8 +51,8 @@ def _rhat(chains: Tensor) -> Tensor:
 def rhat(chains: Tensor) -> Tensor:
     """The larger of rank-normalised split R̂ and its folded version (for scale); above 1.01 look twice. [quantities]."""
     split = _split(chains.double())
-    folded = (split - split.reshape(-1, split.shape[-1]).median(0).values).abs()
-    return torch.maximum(_rhat(_rank_normalise(split)), _rhat(_rank_normalise(folded)))
+    folded = (split - _quantile(split, 0.5)).abs()
+    return torch.fmax(_rhat(_rank_normalise(split)), _rhat(_rank_normalise(folded)))
 
 
 def _autocovariance(chains: Tensor) -> Tensor:
@@ -83,23 +90,23 @@ def ess_bulk(chains: Tensor) -> Tensor:
 def ess_tail(chains: Tensor) -> Tensor:
     """The smaller effective sample size of the 5 % and the 95 % quantile: for intervals."""
     split = _split(chains.double())
-    flat = split.reshape(-1, split.shape[-1])
-    low, high = torch.quantile(
-        flat[: 2**24 // max(1, flat.shape[1])], torch.tensor([0.05, 0.95], dtype=flat.dtype, device=flat.device), dim=0
-    )
-    return torch.minimum(ess((split <= low).double()), ess((split <= high).double()))
+    low, high = _quantile(split, 0.05), _quantile(split, 0.95)
+    return torch.fmin(ess((split <= low).double()), ess((split <= high).double()))
 
 
 def summarise(chains: Tensor, limit: int = 2000) -> dict[str, Any]:
     """The worst R̂ and effective sample sizes over the quantities (evenly spaced ones where there are more than `limit`)."""
     if chains.shape[-1] > limit:
         chains = chains[..., torch.linspace(0, chains.shape[-1] - 1, limit, device=chains.device).long()]
-    moving = chains.double().reshape(-1, chains.shape[-1]).std(0) > 0
+    flat = chains.reshape(-1, chains.shape[-1])
+    if not bool(torch.isfinite(flat).all()):
+        return {"rhat": float("nan"), "ess_bulk": 0.0, "ess_tail": 0.0}
+    moving = flat.max(0).values > flat.min(0).values
     if not bool(moving.any()):
         return {}
     chains = chains[..., moving]
     return {
-        "rhat": float(rhat(chains).max()),
+        "rhat": float(rhat(chains).nan_to_num(torch.inf, posinf=torch.inf).max()),
         "ess_bulk": float(ess_bulk(chains).nan_to_num(torch.inf).min()),
         "ess_tail": float(ess_tail(chains).nan_to_num(torch.inf).min()),
     }

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plausible import weights as tree
-from plausible.data import Batch, num_rows
+from plausible.data import Batch, as_inputs, num_rows, take
 from plausible.likelihoods import Likelihood
 from plausible.optimisers import transformed
 from plausible.priors import Prior
 from plausible.weights import Weights
 
+log = logging.getLogger("plausible")
 Where = str | Sequence[str] | Callable[..., bool] | None
 
 
@@ -47,8 +49,9 @@ class Model:
     """network + likelihood + prior + number of data: one log joint over named weights.
 
     `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
-    parameters with `requires_grad=False` stay as they are. Build it with `Model.build`, which runs the network once on a few
-    examples to learn its shapes.
+    parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
+    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on
+    a few examples to learn its shapes.
     """
 
     def __init__(
@@ -69,12 +72,13 @@ class Model:
         precision: torch.dtype | None = None,
         steps: int = 1,
         seed: int = 0,
+        evaluated: tuple[str, ...] = (),
     ):
         self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
         self.initial, self.random, self.buffers = initial, random, buffers
         self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
         self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
-        self.seed = seed
+        self.seed, self.evaluated = seed, evaluated
         self.points = tuple(name for name in initial if name not in random)
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
         self._spread = _how_to_call(network)
@@ -98,65 +102,67 @@ class Model:
         precision: torch.dtype | None = None,
     ) -> Model:
         """Copy the network, run it on `example`, check shapes, and decide which weights are random."""
+        if output is not None and not callable(output):
+            raise TypeError(f"output must be a function of what the network returns, got {output!r}")
         private = _private_copy(network).to(device)
         parameters = {n: p.detach().clone() for n, p in private.named_parameters() if p.requires_grad}
-        if not parameters:
-            raise ValueError(
-                "network has no trainable parameters: nothing can be inferred "
-                "(all have requires_grad=False, or there are none)"
-            )
-        for name, value in parameters.items():
-            if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"network parameter {name!r} contains NaN or infinity before any training")
+        _check_parameters(parameters)
+        # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
+        modes = {n: m.training for n, m in network.named_modules()}
+        evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
         model = cls(
             private, likelihood, prior, num_data=num_data, initial=parameters, random=tuple(parameters), buffers={},
-            output=output, precision=precision,
+            output=output, precision=precision, evaluated=evaluated,
         )  # fmt: skip
-        outputs, changed, last = model._probe(example)
+        outputs, uses = model._probe(example)
         model.output_shape = tuple(outputs.shape[1:])
-        model.buffers = changed
         model.target_ndim = example.y.ndim
         likelihood.check(outputs.shape, example.y, mask=example.mask)
         noise = likelihood.initial_weights(model.output_shape, dtype=outputs.dtype, device=outputs.device)
         initial = {**parameters, **noise}
-        random = choose(initial, where, last)
+        random = choose(initial, where, model._layer_of(max(uses, key=lambda name: uses[name])))
+        if not any(name in uses for name in random):
+            raise ValueError(
+                f"where={where!r} chooses {', '.join(random)}, which do not influence the output: nothing can be inferred"
+            )
+        if unused := [name for name in parameters if name not in uses]:
+            log.warning("these weights do not influence the output, so data say nothing of them: %s", ", ".join(unused))
         prior.log_prob(initial)  # every weight has a rule, and shapes fit
-        return model._replace(initial=initial, random=random)
+        return model._replace(initial=initial, random=random, buffers=model._moving_buffers(example))
 
     def _replace(self, **changes: Any) -> Model:
         settings = {
             name: getattr(self, name)
             for name in ("network", "likelihood", "prior", "num_data", "initial", "random", "buffers", "output",
-                         "output_shape", "target_ndim", "temperature", "initial_draws", "precision", "steps", "seed")
+                         "output_shape", "target_ndim", "temperature", "initial_draws", "precision", "steps", "seed",
+                         "evaluated")
         }  # fmt: skip
         settings.update(changes)
         return Model(**settings)
 
-    def _probe(self, example: Batch) -> tuple[Tensor, Weights, str]:
-        """Run the network on a few examples: its outputs, the buffers a training pass changes, its last layer."""
-        last = ""
-
-        def remember(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                nonlocal last
-                last = name
-
-            return hook
-
-        owners = {n: m for n, m in self.network.named_modules() if any(True for _ in m.parameters(recurse=False))}
-        hooks = [module.register_forward_hook(remember(name)) for name, module in owners.items()]
+    def check_inputs(self, x: Any, *, train: bool = False, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Outputs at the initial weights (or those given) for a few inputs, or an error that says why there are none."""
+        variables = weights if weights is not None else {**self.initial, **self.buffers}
         try:
-            leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
-            with torch.enable_grad():
-                outputs = self.outputs(leaves, example.x)
-        except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+            outputs = self.outputs(variables, x, train=train)
+        except _OutputError:
+            raise
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            KeyError,
+            NotImplementedError,
+        ) as error:
+            whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
+            hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" * whole
             raise ValueError(
-                f"network could not be run on the inputs x ({_describe(example.x)}): {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        rows = num_rows(example.x)
+                f"network could not be run on the inputs x ({_describe(x)})" + " in training mode" * train
+                + f": {type(error).__name__}: {error}{hint}"
+            ) from error  # fmt: skip
+        rows = num_rows(x)
         if outputs.ndim == 0 or outputs.shape[0] != rows:
             raise ValueError(
                 f"network must return one output row per example: {rows} examples gave outputs of shape "
@@ -164,27 +170,45 @@ class Model:
             )
         if not outputs.is_floating_point():
             raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
-        influence = (
-            torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
-            if outputs.requires_grad
-            else [None]
-        )
-        if all(grad is None for grad in influence):
+        if self.output_shape and tuple(outputs.shape[1:]) != self.output_shape:
+            raise ValueError(
+                f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {self.output_shape}"
+            )
+        return outputs
+
+    def _probe(self, example: Batch) -> tuple[Tensor, dict[str, int]]:
+        """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+        leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
+        with torch.enable_grad():
+            outputs = self.check_inputs(example.x, weights=leaves)
+        uses = _uses(outputs, leaves)
+        if not uses:
             raise ValueError(
                 "the network's weights do not influence its output (is the forward pass under torch.no_grad, or are "
                 "results detached?): nothing can be inferred"
             )
+        return outputs.detach(), uses
+
+    def _moving_buffers(self, example: Batch) -> Weights:
+        """The buffers that a training pass changes, such as running statistics."""
         before = {n: b.detach().clone() for n, b in self.network.named_buffers()}
-        changed: Weights = {}
-        if before and rows >= 2:
-            fork = torch.random.fork_rng(devices=[outputs.device] if outputs.device.type == "cuda" else [])
-            self.network.train()
-            with torch.no_grad(), fork:
-                after = {n: b.clone() for n, b in before.items()}
-                self._call({**self.initial, **after}, example.x)
-            changed = {n: before[n] for n in before if not torch.equal(before[n], after[n])}
-            self.network.eval()
-        return outputs.detach(), changed, last
+        if not before:
+            return {}
+        x = example.x if num_rows(example.x) > 1 else take(example.x, [0, 0])
+        after = {n: b.clone() for n, b in before.items()}
+        devices = {b.device for b in before.values() if b.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            self.check_inputs(x, train=True, weights={**self.initial, **after})
+        self.network.eval()
+        return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
+
+    def _layer_of(self, weight: str) -> tuple[str, ...]:
+        """The names of all trained weights in the layers that hold this one (tied weights are held by several)."""
+        holders = {id(holder) for holder, _ in self._slots[weight]}
+        return tuple(
+            name for name in self.initial
+            if _layer(name) == _layer(weight) or any(id(holder) in holders for holder, _ in self._slots.get(name, ()))
+        )  # fmt: skip
 
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights
@@ -193,18 +217,28 @@ class Model:
         arguments, keywords = self._spread(x)
         if transformed():
             own = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
-            return functional_call(self.network, own, arguments, keywords)
+            result = functional_call(
+                self.network, own, arguments, keywords
+            )  # leaves what was assigned to buffers in own
+            if self.network.training:
+                for name in own.keys() - self.initial.keys():
+                    _carry_over(variables[name], own[name])
+            return result
         # Eager: put the tensors straight into the private copy; functional_call costs about 100 µs a call.
         kept = []
         for key, value in variables.items():
             for holder, name in self._slots.get(key, ()):
-                if key not in self.initial:
-                    kept.append((holder, name, holder[name]))
+                kept.append((holder, name, holder[name]))
                 holder[name] = value
         try:
-            return self.network(*arguments, **keywords)
+            result = self.network(*arguments, **keywords)
+            if self.network.training:
+                for key in variables.keys() - self.initial.keys():
+                    holder, name = self._slots[key][0]
+                    _carry_over(variables[key], holder[name])
+            return result
         finally:
-            for holder, name, value in kept:  # parameters are given every time, buffers perhaps not
+            for holder, name, value in kept:
                 holder[name] = value
 
     def outputs(self, weights: Mapping[str, Tensor], x: Any, *, train: bool = False) -> Tensor:
@@ -215,20 +249,31 @@ class Model:
         """
         if self.network.training != train:
             self.network.train(train)
+            for name in self.evaluated if train else ():
+                self.network.get_submodule(name).training = False
         if self.precision is None:
             result = self._call(weights, x)
         else:
             with torch.autocast(device_type=_first(weights).device.type, dtype=self.precision):
                 result = self._call(weights, x)
         if self.output is not None:
-            result = self.output(result)
+            result = self._pick(result)
         if not isinstance(result, Tensor):
             hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"
-            raise TypeError(
+            raise _OutputError(
                 f"network returned {type(result).__name__}, expected a tensor: say which part is f(x) with output=, "
                 f"for example output={hint}"
             )
         return result.to(_first(weights).dtype) if self.precision is not None else result
+
+    def _pick(self, result: Any) -> Any:
+        assert self.output is not None
+        try:
+            return self.output(result)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise _OutputError(
+                f"output= failed on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
+            ) from error
 
     # -----------------------------------------------------------------------------------------------------------------
     # The log joint
@@ -323,8 +368,12 @@ class Model:
 
     def starting_at(self, weights: Mapping[str, Tensor], draws: Weights | None = None) -> Model:
         """The model whose optimisers and chains start at these weights (buffers may be among them)."""
-        initial = {name: weights[name].detach().clone().to(value.device) for name, value in self.initial.items()}
-        buffers = {name: weights.get(name, value).detach().clone() for name, value in self.buffers.items()}
+        for name, value in self.initial.items():
+            if name not in weights or weights[name].shape != value.shape:
+                found = f"has shape {tuple(weights[name].shape)}" if name in weights else "is missing"
+                raise ValueError(f"{name!r} {found} among the weights to start at, expected shape {tuple(value.shape)}")
+        initial = {name: weights[name].detach().clone().to(value) for name, value in self.initial.items()}
+        buffers = {name: weights.get(name, value).detach().clone().to(value) for name, value in self.buffers.items()}
         return self._replace(initial=initial, buffers=buffers, initial_draws=draws)
 
     def to(self, device: torch.device | str) -> Model:
@@ -353,17 +402,16 @@ class Model:
         with torch.random.fork_rng(devices=list(devices)):
             torch.manual_seed(seed)
             for module in network.modules():
-                reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-                if callable(reset):
+                if (reset := _reset_of(module)) is not None:
                     reset()
         fresh = {n: p.detach().clone() for n, p in network.named_parameters() if n in self.initial}
         return {name: fresh.get(name, value).clone() for name, value in self.initial.items()}
 
     def not_reinitialisable(self) -> list[str]:
-        """Names of trained parameters whose module has no `reset_parameters`."""
+        """Names of trained parameters whose module has no `reset_parameters` that can be called without arguments."""
         names = []
         for prefix, module in self.network.named_modules():
-            if hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters"):
+            if _reset_of(module) is not None:
                 continue
             names += [f"{prefix}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
         return [name for name in names if name in self.initial]
@@ -372,8 +420,12 @@ class Model:
         """f(x; w) for w ~ p(w): what the prior believes before any data. [draws, N, *outputs]."""
         from plausible import random
 
+        first = _first(self.initial)
+        inputs = as_inputs(x, dtype=first.dtype, device=first.device)
         stacked = self.prior.sample(self.initial, random.generator(seed, 11), draws)
-        return torch.stack([self.outputs({**self.buffers, **tree.index(stacked, s)}, x).detach() for s in range(draws)])
+        with torch.no_grad():
+            found = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
+        return torch.stack(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,21 +446,95 @@ def _describe(x: Any) -> str:
     return type(x).__name__
 
 
-def _private_copy(network: nn.Module) -> nn.Module:
+class _OutputError(TypeError):
+    """What the network returned is not, or does not contain, the outputs."""
+
+
+def check_network(network: nn.Module) -> None:
+    """Refuse what cannot be fitted: not a module, lazy parameters, tensors without values or on several devices."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
-    lazy = [n for n, p in network.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    held = [*network.named_parameters(), *network.named_buffers()]
+    lazy = [
+        n for n, v in held if isinstance(v, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+    ]
     if lazy:
         raise ValueError(f"network has lazy parameters ({lazy[0]}, …): run it once on an example before fitting")
+    empty = [n for n, v in held if v.is_meta]
+    if empty:
+        raise ValueError(
+            f"network has tensors without values, on the meta device ({empty[0]}, …): materialise it with "
+            "network.to_empty(device='cpu') and initialise or load its weights before fitting"
+        )
     devices = {p.device for p in network.parameters()}
     if len(devices) > 1:
         raise ValueError(f"network has parameters on several devices ({', '.join(map(str, devices))}): move it to one")
+
+
+def _private_copy(network: nn.Module) -> nn.Module:
+    check_network(network)
     try:
         return copy.deepcopy(network).eval()
-    except (RuntimeError, TypeError) as error:
+    except Exception as error:  # whatever a module's __deepcopy__ or __reduce__ may raise
         raise ValueError(
             f"network cannot be copied ({error}); modules must support copy.deepcopy so that yours is never changed"
         ) from error
+
+
+def _check_parameters(parameters: Weights) -> None:
+    if not parameters:
+        raise ValueError(
+            "network has no trainable parameters: nothing can be inferred "
+            "(all have requires_grad=False, or there are none)"
+        )
+    for name, value in parameters.items():
+        if name.startswith("likelihood."):
+            raise ValueError(
+                f"network parameter {name!r}: names that begin with 'likelihood.' belong to the likelihood's own weights; "
+                "rename that submodule"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"network parameter {name!r} contains NaN or infinity before any training")
+
+
+def _uses(outputs: Tensor, leaves: Weights) -> dict[str, int]:
+    """For each leaf that influences the outputs, the number in the order of execution of the last operation that used it."""
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    found: dict[str, int] = {}
+    todo, seen = [outputs.grad_fn], {outputs.grad_fn}
+    while todo:
+        node = todo.pop()
+        for source, _ in node.next_functions if node is not None else ():
+            name = names.get(id(getattr(source, "variable", None)))
+            if name is not None:
+                found[name] = max(found.get(name, -1), node._sequence_nr())  # type: ignore[union-attr]
+            elif source is not None and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return found
+
+
+def _layer(name: str) -> str:
+    """The layer that a parameter belongs to; what a parametrisation holds belongs to the layer that it parametrises."""
+    head, parametrised, _ = name.partition("parametrizations.")
+    return head.rstrip(".") if parametrised else name.rpartition(".")[0]
+
+
+def _carry_over(given: Tensor, left: Tensor) -> None:
+    """Write a buffer that the network assigned anew, instead of updating it in place, into the tensor that was given."""
+    if left is not given:
+        given.copy_(left.detach())
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """The module's own way to initialise its parameters, where that needs no arguments."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            arguments = inspect.signature(reset).parameters.values()
+            if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in arguments):
+                return reset
+    return None
 
 
 def _slots(network: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
@@ -435,28 +561,41 @@ def _how_to_call(network: nn.Module) -> Callable[[Any], tuple[tuple[Any, ...], d
     def spread(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(x, Mapping) and (any_keyword or set(x) <= names):
             return (), dict(x)
-        if isinstance(x, (tuple, list)) and (many or 1 < len(x) <= positional):
+        if isinstance(x, (tuple, list)) and (many or len(x) <= positional):
             return tuple(x), {}
         return (x,), {}
 
     return spread
 
 
-def choose(weights: Weights, where: Where, last: str) -> tuple[str, ...]:
-    """The names that `where` makes random: None all, "last" the last layer that ran, patterns, or a predicate."""
-    if where is None or where == "all":
+def choose(weights: Weights, where: Where, last: Sequence[str]) -> tuple[str, ...]:
+    """The names that `where` makes random: None all, "last" those of the last layer that ran, patterns, or a predicate."""
+    names = ", ".join(weights)
+    if where is None or (isinstance(where, str) and where == "all"):
         return tuple(weights)
-    if where == "last":
-        chosen = [n for n in weights if n.rpartition(".")[0] == last or n.startswith("likelihood.")]
+    if isinstance(where, str) and where == "last":
+        chosen = [n for n in weights if n in last or n.startswith("likelihood.")]
     elif callable(where):
-        arity = len(inspect.signature(where).parameters)
-        chosen = [n for n, w in weights.items() if (where(n) if arity == 1 else where(n, w))]
+        both = _takes_weight(where)
+        chosen = [n for n, w in weights.items() if (where(n, w) if both else where(n))]
     else:
-        patterns = [where] if isinstance(where, str) else list(where)
+        patterns = [where] if isinstance(where, str) else list(where) if isinstance(where, Iterable) else [where]
         for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(f"where must be name patterns, 'last' or a predicate of the name, got {pattern!r}")
             if not any(fnmatchcase(n, pattern) for n in weights):
-                raise ValueError(f"where={pattern!r} matches no weight; the names are {', '.join(weights)}")
+                raise ValueError(f"where={pattern!r} matches no weight; the names are {names}")
         chosen = [n for n in weights if any(fnmatchcase(n, pattern) for pattern in patterns)]
     if not any(not n.startswith("likelihood.") for n in chosen):
-        raise ValueError(f"where={where!r} makes no weight of the network random; the names are {', '.join(weights)}")
+        raise ValueError(f"where={where!r} makes no weight of the network random; the names are {names}")
     return tuple(chosen)
+
+
+def _takes_weight(predicate: Callable[..., bool]) -> bool:
+    """Whether a predicate wants the weight beside the name: it has two arguments, or needs two."""
+    try:
+        arguments = list(inspect.signature(predicate).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(arguments) == 2 or len(needed) == 2

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.compiling import hold
 from plausible.serialise import check_number, register
 
 __all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser", "transformed"]
@@ -106,7 +107,7 @@ class AdamW(Optimiser):
     ) -> tuple[dict[str, Tensor], AdamState]:
         step = state.step + 1
         correction1, correction2 = _one_minus_power(self.beta1, step), _one_minus_power(self.beta2, step)
-        rate, root, keep = lr / correction1, correction2.sqrt(), 1 - lr * self.weight_decay
+        rate, shrink, keep = hold(lr / correction1), hold(correction2.rsqrt()), 1 - lr * self.weight_decay
         new: dict[str, Tensor] = {}
         mean: dict[str, Tensor] = {}
         square: dict[str, Tensor] = {}
@@ -114,7 +115,7 @@ class AdamW(Optimiser):
             grad = grads[name] + l2 * weight if l2 else grads[name]
             mean[name] = torch.lerp(state.mean[name], grad, 1 - self.beta1)
             square[name] = self.beta2 * state.square[name] + (1 - self.beta2) * grad * grad
-            move = rate * mean[name] / (square[name].sqrt() / root + self.eps)
+            move = rate * mean[name] / (square[name].sqrt() * shrink + self.eps)
             new[name] = ((weight * keep if self.weight_decay else weight) - move).to(weight.dtype)
         return new, AdamState(step, mean, square)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from plausible.data import as_inputs, num_rows, take
 from plausible.likelihoods import Likelihood
 from plausible.model import Model
 from plausible.predictive import Draws, Predictive
+from plausible.serialise import Opaque
 from plausible.storage import DrawStore, MemoryDraws
 from plausible.weights import Weights
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plausible")
 kinds: dict[str, type[Posterior]] = {}
+Result = TypeVar("Result")
 
 
 class Posterior(ABC):
@@ -109,8 +112,11 @@ class Posterior(ABC):
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs."""
         inputs = self._inputs(x)
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if batch_size is not None and (
+            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
+        ):
+            raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
+        self._try(inputs)
         plan = self.plan_draws(_check_draws(draws), seed)
         return Predictive(
             self.likelihood,
@@ -127,16 +133,21 @@ class Posterior(ABC):
             raise ValueError("x is empty: there is nothing to predict")
         return inputs
 
+    def _try(self, inputs: Any) -> None:
+        """Run the network on one example, so that `predict` refuses inputs that do not fit and not the first question to it."""
+        with torch.no_grad():
+            _running(
+                lambda: self.model.outputs({**self.model.initial, **self.model.buffers}, take(inputs, slice(0, 1)))
+            )
+
     def _evaluate_in_parts(self, plan: Any, inputs: Any, batch_size: int | None) -> Draws:
         count = num_rows(inputs)
         size = batch_size or max(1, min(count, 4096))
         parts: list[Draws] = []
         with torch.no_grad():
             for start in range(0, count, size):
-                try:
-                    parts.append(self.evaluate(plan, take(inputs, slice(start, start + size))))
-                except (RuntimeError, TypeError, IndexError) as error:
-                    raise ValueError(f"the network could not be run on x: {type(error).__name__}: {error}") from error
+                rows = slice(start, start + size)
+                parts.append(_running(lambda rows=rows: self.evaluate(plan, take(inputs, rows))))  # type: ignore[misc]
         outputs = parts[0].outputs if len(parts) == 1 else torch.cat([part.outputs for part in parts], dim=1)
         if tuple(outputs.shape[2:]) != tuple(self.model.output_shape):
             raise ValueError(
@@ -166,17 +177,24 @@ class Posterior(ABC):
             rows.append((name, "×".join(map(str, weight.shape)) or "scalar", status))
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         body = "\n".join(f"  {n:<{wide[0]}}  {s:<{wide[1]}}  {status}" for n, s, status in rows)
-        head = f"{type(self.method).__name__} posterior, {type(model.likelihood).__name__} likelihood"
+        head = f"{self._method_name} posterior, {type(model.likelihood).__name__} likelihood"
         return f"{head}, {model.num_data:,} examples\n{body}"
 
     def __repr__(self) -> str:
         count = tree.num_elements({n: self.model.initial[n] for n in self.model.random})
-        return f"<{type(self).__name__} by {type(self.method).__name__}: {count:,} random weights, {self.model.num_data:,} examples>"
+        data = f"{self.model.num_data:,} examples"
+        return f"<{type(self).__name__} by {self._method_name}: {count:,} random weights, {data}>"
+
+    @property
+    def _method_name(self) -> str:
+        return self.method.name if isinstance(self.method, Opaque) else type(self.method).__name__
 
     def to(self, device: torch.device | str) -> Posterior:
         """The same posterior on another device."""
         target = torch.device(device)
-        return self._moved(self.model.to(target), target)
+        moved = self._moved(self.model.to(target), target)
+        moved.log_evidence = self.log_evidence
+        return moved
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a folder of safetensors and JSON: no pickle, nothing half written."""
@@ -185,10 +203,22 @@ class Posterior(ABC):
         return save(self, path, overwrite=overwrite)
 
 
+def _running(network: Callable[[], Result]) -> Result:
+    """Call the network; its errors become one that names x."""
+    try:
+        return network()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"the network could not be run on x: {type(error).__name__}: {error}") from error
+
+
 def _check_draws(draws: int | None) -> int | None:
-    if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
+    if draws is None:
+        return None
+    if isinstance(draws, bool) or not isinstance(draws, (int, np.integer)) or draws < 1:
         raise ValueError(f"draws must be a whole number of at least 1, or None for all, got {draws!r}")
-    return draws
+    return int(draws)
 
 
 def record_of(fitted: Fitted) -> dict[str, Any]:
@@ -252,13 +282,20 @@ class DrawsPosterior(Posterior):
         return Draws(values, noise)
 
     def _stacked_outputs(self, stacked: Weights, x: Any, count: int) -> Tensor:
-        if count > 1 and self._stackable:
-            try:
-                return torch.func.vmap(lambda w: self.model.outputs(w, x))(stacked)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                log.debug("vmap over draws failed (%s): they are evaluated one by one", error)
-                self._stackable = False
-        return torch.stack([self.model.outputs(tree.index(stacked, i), x) for i in range(count)])
+        def one_by_one() -> Tensor:
+            return torch.stack([self.model.outputs(tree.index(stacked, i), x) for i in range(count)])
+
+        if count == 1 or not self._stackable:
+            return one_by_one()
+        try:
+            return torch.func.vmap(lambda w: self.model.outputs(w, x))(stacked)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            outputs = one_by_one()  # where this fails too, x is at fault and not vmap
+            log.debug("vmap over draws failed (%s): they are evaluated one by one", error)
+            self._stackable = False
+            return outputs
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         """Draws of the random weights, named, stacked on a leading axis."""
@@ -289,10 +326,10 @@ class DrawsPosterior(Posterior):
 
     @classmethod
     def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> DrawsPosterior:
-        from plausible.saving import read_shards
+        from plausible.saving import history_of, read_shards
 
         store = read_shards(folder, content["shards"], model)
-        return cls(method, model, content["run"], store, int(content["chains"]))
+        return cls(method, model, history_of(content["run"]), store, int(content["chains"]))
 
 
 class MixturePosterior(Posterior):
@@ -351,9 +388,11 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> MixturePosterior:
+        from plausible.saving import history_of
+
         inner = getattr(method, "method", method)
         parts = [
             kinds[part["kind"]]._read(folder / f"part-{k:03d}", part, inner, model)
             for k, part in enumerate(content["parts"])
         ]
-        return cls(method, model, content["run"], parts)
+        return cls(method, model, history_of(content["run"]), parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,55 +23,83 @@ from plausible.model import Model, _private_copy
 from plausible.posterior import Posterior, kinds
 from plausible.priors import Prior, as_prior
 from plausible.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
-from plausible.weights import index, num_bytes
+from plausible.weights import Weights, index, num_bytes
 
 FORMAT = 1
 IN_MEMORY = 512 * 2**20
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a posterior to a new folder: into a temporary sibling first, renamed when it is whole."""
-    target = Path(path)
+    """Write a posterior to a new folder: into a temporary sibling first, renamed when it is whole.
+
+    `overwrite=True` puts the new folder in the place of an older posterior's, and of nothing else.
+    """
+    target = Path(path).resolve()
     existed = target.exists()
     storage.prepare_folder(target, overwrite=overwrite)
     if not existed:
         target.rmdir()
-    model = posterior.model
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    elif any(target.iterdir()) and not (target / "posterior.json").exists():
+        raise FileExistsError(
+            f"path={str(path)!r} is not empty and holds no posterior; overwrite=True replaces only a saved posterior"
+        )
+    temporary = storage.beside(target)
+    temporary.mkdir()
     try:
-        os.chmod(temporary, 0o755)
-        trained = set(model.initial) | set(model.buffers)
-        everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
-        fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
-        content = {
-            "format": FORMAT,
-            "library": __version__,
-            "kind": posterior.kind,
-            "method": serialise.encode(posterior.method, strict=False),
-            "likelihood": serialise.encode(model.likelihood, strict=False),
-            "prior": serialise.encode(model.prior, strict=False),
-            "num_data": model.num_data,
-            "temperature": model.temperature,
-            "output": None if model.output is None else getattr(model.output, "__name__", type(model.output).__name__),
-            "output_shape": list(model.output_shape),
-            "target_ndim": model.target_ndim,
-            "dtype": str(next(iter(model.initial.values())).dtype).removeprefix("torch."),
-            "weights": {name: list(value.shape) for name, value in model.initial.items()},
-            "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
-            "fixed": {name: list(value.shape) for name, value in fixed.items()},
-            "random": list(model.random),
-            "fixed_sha256": storage.write_tensors(temporary / "fixed.safetensors", fixed),
-            "run": _plain(posterior.run | {"history": posterior.history}),
-            **_plain(posterior._write(temporary)),
-        }
-        storage.write_json(temporary / "posterior.json", content)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
+        storage.write_json(temporary / "posterior.json", _write(posterior, temporary))
+        _put(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return target
+    return Path(path)
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """Rename a folder into its place; what was there goes away only afterwards, and comes back if that fails."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    old = storage.beside(target)
+    os.rename(target, old)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
+    """Write the tensors into a folder and return what the JSON says."""
+    model = posterior.model
+    trained = set(model.initial) | set(model.buffers)
+    everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
+    fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
+    dtype = next(iter(model.initial.values())).dtype
+    return {
+        "format": FORMAT,
+        "library": __version__,
+        "kind": posterior.kind,
+        "method": serialise.encode(posterior.method, strict=False),
+        "likelihood": serialise.encode(model.likelihood, strict=False),
+        "prior": serialise.encode(model.prior, strict=False),
+        "num_data": model.num_data,
+        "temperature": model.temperature,
+        "precision": None if model.precision is None else str(model.precision).removeprefix("torch."),
+        "output": None if model.output is None else getattr(model.output, "__name__", type(model.output).__name__),
+        "output_shape": list(model.output_shape),
+        "target_ndim": model.target_ndim,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": {name: list(value.shape) for name, value in model.initial.items()},
+        "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
+        "fixed": {name: list(value.shape) for name, value in fixed.items()},
+        "random": list(model.random),
+        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
+        "log_evidence": _plain(posterior.log_evidence),
+        "run": _plain(posterior.run | {"history": posterior.history}),
+        **_plain(posterior._write(folder)),
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -107,59 +134,100 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
-    if content["kind"] not in kinds:
+    if content.get("kind") not in kinds:
         raise ValueError(
-            f"{str(folder)!r} holds a posterior of unknown kind {content['kind']!r}; it needs a newer plausible"
+            f"{str(folder)!r} holds a posterior of unknown kind {content.get('kind')!r}; it needs a newer plausible"
         )
     private = _private_copy(network)
-    _refuse_mismatch(private, content)
-    if content["output"] is not None and output is None:
-        raise ValueError(
-            f"this posterior was fitted with output={content['output']}, which is code and not in the file: pass output= again"
-        )
+    own = None if prior is None else as_prior(prior)
+    try:
+        _refuse_mismatch(private, content)
+        if content["output"] is not None and output is None:
+            raise ValueError(
+                f"this posterior was fitted with output={content['output']}, which is code and not in the file: "
+                "pass output= again"
+            )
+        return _read(folder, content, private, output, likelihood, own)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(
+    folder: Path,
+    content: Mapping[str, Any],
+    network: nn.Module,
+    output: Callable[[Any], Tensor] | None,
+    likelihood: Likelihood | None,
+    prior: Prior | None,
+) -> Posterior:
+    """The posterior that the JSON and the tensors of a folder describe, in a private copy of the network."""
+    dtype = DTYPES[content["dtype"]]
+    network = network.to(dtype)
+    device = next(network.parameters()).device
     fixed = storage.read_tensors(folder / "fixed.safetensors", content["fixed_sha256"])
-    dtype = getattr(torch, content["dtype"])
-    private = private.to(dtype)
-    device = next(private.parameters()).device
-    holders = {**dict(private.named_parameters()), **dict(private.named_buffers())}
+    holders = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
     with torch.no_grad():
         for name, value in fixed.items():
             holders[name].copy_(value)
-    shapes = {**content["weights"], **content["buffers"]}
-    empty = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in content["weights"].items()}
+    chosen = _decoded(content["likelihood"], likelihood, "likelihood", Likelihood)
+    noise = chosen.initial_weights(tuple(content["output_shape"]), dtype=dtype, device=device)
+    stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
+    if {name: list(value.shape) for name, value in noise.items()} != stored:
+        raise ValueError(
+            f"likelihood={chosen!r} does not fit the saved posterior: its weights are {sorted(noise)}, saved were "
+            f"{sorted(stored)}"
+        )
     model = Model(
-        private,
-        _decoded(content["likelihood"], likelihood, "likelihood"),
-        _decoded(content["prior"], None if prior is None else as_prior(prior), "prior"),
+        network,
+        chosen,
+        _decoded(content["prior"], prior, "prior", Prior),
         num_data=int(content["num_data"]),
-        initial=empty,
+        initial={n: torch.zeros(shape, dtype=dtype, device=device) for n, shape in content["weights"].items()},
         random=tuple(content["random"]),
         buffers={name: holders[name].detach().clone() for name in content["buffers"]},
         output=output,
         output_shape=tuple(content["output_shape"]),
         target_ndim=int(content["target_ndim"]),
         temperature=float(content["temperature"]),
+        precision=None if content["precision"] is None else DTYPES[content["precision"]],
     )
-    run = dict(content["run"])
-    run["history"] = {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}
-    method = serialise.decode(content["method"])
-    posterior = kinds[content["kind"]]._read(folder, {**content, "run": run}, method, model)
-    first = posterior.weights(1)
-    for name, value in first.items():
-        if list(value.shape[1:]) != shapes[name]:
-            raise ValueError(
-                f"{str(folder)!r} is damaged: {name} has shape {tuple(value.shape[1:])}, expected {tuple(shapes[name])}"
-            )
+    posterior = kinds[content["kind"]]._read(folder, content, _method(content["method"]), model)
+    if content["log_evidence"] is not None:
+        posterior.log_evidence = float(content["log_evidence"])
     return posterior
 
 
-def _decoded(stored: Any, given: Any, name: str) -> Any:
+def _has_opaque(stored: Any) -> bool:
+    """Whether somewhere inside stands the place of an object that could not be stored."""
+    if isinstance(stored, Mapping):
+        return "opaque" in stored or any(map(_has_opaque, stored.values()))
+    return isinstance(stored, list) and any(map(_has_opaque, stored))
+
+
+def _decoded(stored: Any, given: Any, name: str, expected: type) -> Any:
     if given is not None:
+        if not isinstance(given, expected):
+            raise ValueError(f"{name} must be one of plausible.{name}s, or your own of that kind, got {given!r}")
         return given
-    value = serialise.decode(stored)
-    if isinstance(value, serialise.Opaque):
-        raise ValueError(f"the {name} {value.name} is your own code and not in the file: pass {name}= again")
-    return value
+    if _has_opaque(stored):
+        who = stored.get("opaque") or f"{stored.get('type')}, which contains code of your own,"
+        raise ValueError(f"the {name} {who} is your own code and not in the file: pass {name}= again")
+    return serialise.decode(stored, expect=expected)
+
+
+def _method(stored: Any) -> Any:
+    """The method and its settings; the name alone where the method, or one inside it, is the user's own code."""
+    if _has_opaque(stored):
+        return serialise.Opaque(str(stored.get("opaque") or stored.get("type")))
+    return serialise.decode(stored)
+
+
+def _require_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
+    for name, shape in expected.items():
+        if name not in found or list(found[name].shape) != list(shape):
+            given = f"shape {tuple(found[name].shape)}" if name in found else "nothing"
+            raise ValueError(f"{where} is damaged: it has {given} for {name!r}, expected shape {tuple(shape)}")
 
 
 def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
@@ -197,15 +265,22 @@ def write_shards(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
 
 def read_shards(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
     """Check every shard; small stores are read into memory, large ones stay on disk."""
-    parts = []
+    expected = {name: list(value.shape) for name, value in [*model.initial.items(), *model.buffers.items()]}
+    parts: list[Weights] = []
     total = 0
-    for shard in shards:
-        part = storage.read_tensors(folder / shard["file"], shard["sha256"])
+    disk = DiskDraws(folder, shards)
+    for part, shard in zip(disk.shards(), shards):
+        _require_shapes(index(part, 0), expected, folder / shard["file"])
         total += num_bytes(part)
-        if total <= IN_MEMORY:
-            parts.append(part)
+        parts = [*parts, part] if total <= IN_MEMORY else []
+    if not total:
+        raise ValueError(f"{str(folder)!r} is damaged: it holds no draws")
     if total > IN_MEMORY:
-        return DiskDraws(folder, shards)
+        return disk
     device = next(iter(model.initial.values())).device
-    joined = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
-    return MemoryDraws(joined)
+    return MemoryDraws({name: torch.cat([part[name] for part in parts]).to(device) for name in expected})
+
+
+def history_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored run with the numbers of its history as numbers again (JSON has no infinity)."""
+    return {**run, "history": {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}}

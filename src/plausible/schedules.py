@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plausible.compiling import hold
 from plausible.serialise import check_count, check_number, register
 
 __all__ = [
@@ -210,7 +211,7 @@ class Cyclical(Schedule):
 def rate(value: float | Schedule, step: Tensor, total: int) -> Tensor:
     """The value at `step`: a number stands for itself. A 0-d float32 tensor on the device of `step`."""
     if isinstance(value, Schedule):
-        return value(step, total)
+        return hold(value(step, total))
     return torch.full((), float(value), dtype=torch.float32, device=step.device)
 
 

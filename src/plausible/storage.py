@@ -6,56 +6,87 @@ the JSON beside it, so that a truncated or altered file is an error and not a wr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from plausible.weights import Weights, concatenate, index, stack
+from plausible.weights import Weights, concatenate, stack
+
+
+def beside(path: Path) -> Path:
+    """A name in the same folder that nobody uses: hidden, and recognisable as a leftover of `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a crash at any moment leaves the old one or the new one, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = beside(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut, where the system can open folders."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
+    """Named tensors → the bytes of a safetensors file and their sha256."""
+    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    return content, hashlib.sha256(content).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Named tensors → a safetensors file; returns its sha256."""
-    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    content, sha256 = pack(tensors)
     write_atomically(path, content)
-    return hashlib.sha256(content).hexdigest()
+    return sha256
 
 
-def read_tensors(path: Path, sha256: str | None = None) -> Weights:
+def read_tensors(path: Path, sha256: str) -> Weights:
     """A safetensors file → named tensors, refused where it is missing, truncated or not the one that was written."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: the folder is incomplete") from None
-    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The file of this name in a folder; a stored name that leads elsewhere is refused."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{str(folder)!r} is damaged: it refers to a file {name!r}, which is not a plain file name")
+    return folder / name
 
 
 def _canonical(content: Any) -> bytes:
@@ -71,10 +102,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """JSON written by `write_json`, checked."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_a_number)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: is {path.parent} a folder written by plausible?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: expected a JSON object")
@@ -82,6 +113,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if recorded != hashlib.sha256(_canonical(content)).hexdigest():
         raise ValueError(f"{path} is damaged or was changed: its checksum does not fit its content")
     return content
+
+
+def _not_a_number(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "path") -> Path:
@@ -172,7 +207,12 @@ class DiskDraws:
             while len(self._cache) >= self.KEPT:
                 self._cache.pop(next(iter(self._cache)))
             shard = self.files[number]
-            self._cache[number] = read_tensors(self.folder / shard["file"], shard["sha256"])
+            found = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
+            if {len(value) if value.ndim else 0 for value in found.values()} != {int(shard["draws"])}:
+                raise ValueError(
+                    f"{self.folder / shard['file']} is damaged: expected {shard['draws']} draws of each tensor"
+                )
+            self._cache[number] = found
         return self._cache[number]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -181,18 +221,37 @@ class DiskDraws:
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         """These draws, stacked on a leading axis; shards are read in turn, so memory holds the rows asked for and a shard."""
-        found: dict[int, Weights] = {}
+        rows = list(rows)
+        if rows and not 0 <= min(rows) <= max(rows) < len(self):
+            raise IndexError(f"draws 0 … {len(self) - 1} are stored, asked for {min(rows)} … {max(rows)}")
+        found: Weights = {}
+        for number, low, high in self._pieces():
+            places = [place for place, row in enumerate(rows) if low <= row < high]
+            if not places:
+                continue
+            where = torch.tensor([rows[place] - low for place in places])
+            for name, value in self._shard(number).items():
+                if name not in found:
+                    found[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+                found[name][places] = value.cpu().index_select(0, where)
+        return {name: value.to(device) for name, value in found.items()}
+
+    def _pieces(self) -> Iterable[tuple[int, int, int]]:
+        """Number, first row and end of each shard, the tail last."""
         for number in range(len(self.files) + (self.tail is not None)):
-            low = self._starts[number]
-            high = self._starts[number + 1] if number < len(self.files) else len(self)
-            for row in {r for r in rows if low <= r < high}:
-                found[row] = {n: v.clone() for n, v in index(self._shard(number), row - low).items()}
-        return {name: value.to(device) for name, value in stack([found[row] for row in rows]).items()}
+            yield number, self._starts[number], self._starts[number + 1] if number < len(self.files) else len(self)
 
     def shards(self) -> Iterable[Weights]:
         """All draws, a shard at a time."""
-        for number in range(len(self.files) + (self.tail is not None)):
+        for number, _, _ in self._pieces():
             yield self._shard(number)
+
+
+class WriterMark(NamedTuple):
+    """What a writer held at some moment."""
+
+    shards: int
+    pending: list[Weights]
 
 
 class DrawWriter:
@@ -229,6 +288,14 @@ class DrawWriter:
         sha256 = write_tensors(self.folder / name, stack(self.pending))
         self.files.append({"file": name, "draws": len(self.pending), "sha256": sha256})
         self.pending = []
+
+    def mark(self) -> WriterMark:
+        """The present moment, for `back_to` (it keeps the pending draws alive, at most a shard of them)."""
+        return WriterMark(len(self.files), list(self.pending))
+
+    def back_to(self, mark: WriterMark) -> None:
+        """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
+        self.files, self.pending = self.files[: mark.shards], list(mark.pending)
 
     def store(self) -> DrawStore | None:
         """What was collected, or None."""

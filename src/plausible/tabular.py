@@ -299,8 +299,7 @@ class Preprocessor:
         if missing not in ("refuse", "drop", "impute"):
             raise ValueError(f"missing must be 'refuse', 'drop' or 'impute', got {missing!r}")
         names = list(table.columns) if inputs is None else list(inputs)
-        unknown = sorted(categorical - set(names))
-        if unknown:
+        if unknown := sorted(categorical - set(names)):
             raise ValueError(f"categorical columns must be inputs, got {listed(unknown)}{nearest(unknown[0], names)}")
         if missing == "refuse":
             refuse_gaps(table, names)
@@ -339,8 +338,7 @@ class Preprocessor:
 
     def transform(self, table: Table, *, strict: bool = False) -> Features:
         """Inputs for the rows of `table`. Unknown categories give zeros and a note, or an error where `strict`."""
-        absent = [name for name in self.names if name not in table.columns]
-        if absent:
+        if absent := [name for name in self.names if name not in table.columns]:
             raise ValueError(
                 f"missing input columns: {listed(absent, 20)}{nearest(absent[0], table.columns)}; "
                 f"there are: {listed(table.columns, 20)}"
@@ -390,19 +388,15 @@ class Preprocessor:
 
 def complete(table: Table, names: Iterable[str]) -> np.ndarray:
     """Which rows have no missing cell in the named columns: bool `[N]`."""
-    kept = np.ones(table.rows, dtype=bool)
-    for name in names:
-        kept &= ~table[name].missing
-    return kept
+    return ~np.logical_or.reduce([table[name].missing for name in names])
 
 
-FILL_OR_DROP = (
-    "fill them in by missing='impute' (median, or a category of its own) or leave the rows out by missing='drop' "
-    "(command line: --missing impute, --missing drop)"
-)
-
-
-def refuse_gaps(table: Table, names: Iterable[str], advice: str = FILL_OR_DROP) -> None:
+def refuse_gaps(
+    table: Table,
+    names: Iterable[str],
+    advice: str = "fill them in by missing='impute' (median, or a category of its own) or leave the rows out by "
+    "missing='drop' (command line: --missing impute, --missing drop)",
+) -> None:
     """A ValueError that counts the missing cells of each column, where there are any."""
     if gaps := table.gaps(names):
         counts = listed([f"{name} ({count})" for name, count in gaps.items()], 12)

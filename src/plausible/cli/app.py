@@ -355,9 +355,9 @@ def demo(
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Run every method on two small problems and write a page with tables and plots."""
-    from plausible.cli import demo as demonstration  # type: ignore[attr-defined]
+    from plausible.cli.demo import run
 
-    demonstration.run(out, quick, seed, overwrite)
+    run(out, quick, seed, overwrite)
 
 
 @app.command()

@@ -145,7 +145,7 @@ def guess(column: Column, notes: list[str]) -> str:
             f"target {column.name!r} has {distinct} different integers, taken as classes; numbers: --task regression"
         )
         return "classification"
-    if distinct <= FEW:
+    if distinct <= min(FEW, len(column.cells) / 2):
         notes.append(
             f"target {column.name!r} has only {distinct} values, taken as numbers; classes: --task classification"
         )

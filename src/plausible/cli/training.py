@@ -175,7 +175,12 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
         hidden=options.hidden,
         activation=options.activation,
         method=options.method,
-        settings={"method": serialise.encode(method), "prior_scale": options.prior_scale},
+        settings={
+            "method": serialise.encode(method),
+            "prior_scale": options.prior_scale,
+            "test_fraction": options.test_fraction,
+            "data": options.data.name,
+        },
         rows={"train": data.train.rows, "heldout": data.test.rows},
         seed=options.seed,
         version=plausible.__version__,

@@ -1,7 +1,8 @@
 """Checkpoints: the state as a tree of tensors, written atomically; a killed run goes on where the last one stands.
 
 A folder holds `checkpoint.json` (settings, step, history, checksums), one `state-….safetensors` that it names, and the shards of
-draws. The JSON is replaced last, so a kill at any moment leaves a consistent pair.
+draws. The state's name has its checksum in it, so no write touches a file that the present JSON names, and the JSON is replaced
+last: a kill at any moment leaves a consistent pair.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from plausible import storage
 from plausible.storage import DrawWriter
-from plausible.weights import index, tensors
+from plausible.weights import tensors
 
 FORMAT = 1
 
@@ -53,10 +54,10 @@ class Checkpointer:
         self.settings, self.identity = settings, dict(identity)
         folder = Path(settings.path)
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "checkpoint.json").exists():
-            leftovers = [p.name for p in folder.iterdir() if not p.name.startswith((".", "state-", "draws"))]
-            if leftovers:
+            foreign = sorted(p.name for p in folder.iterdir() if not _own(p.name))
+            if foreign:
                 raise FileExistsError(
-                    f"checkpoint={str(folder)!r} is not empty and holds no checkpoint ({leftovers[0]}, …); choose another"
+                    f"checkpoint={str(folder)!r} is not empty and holds no checkpoint (but {foreign[0]!r}); choose another"
                 )
         self.folder = storage.prepare_folder(folder, overwrite=True, name="checkpoint")
         self.last_time, self.last_step = time.monotonic(), 0
@@ -87,19 +88,27 @@ class Checkpointer:
         named |= {f"random.{name}": value for name, value in random.items()}
         for i, draw in enumerate(writer.pending):
             named |= {f"pending.{i}.{name}": value for name, value in draw.items()}
-        file = f"state-{step:09d}.safetensors"
-        sha256 = storage.write_tensors(self.folder / file, named)
+        packed, sha256 = storage.pack(named)
+        file = f"state-{step:09d}-{sha256[:12]}.safetensors"
+        storage.write_atomically(self.folder / file, packed)
         content = {
             "format": FORMAT, "identity": self.identity, "step": step, "finished": finished, "file": file, "state_sha256": sha256,
             "shards": writer.files, "pending": len(writer.pending), "record": record,
         }  # fmt: skip
         storage.write_json(self.folder / "checkpoint.json", content)
-        for old in self.folder.glob("state-*.safetensors"):
-            if old.name != file:
-                old.unlink(missing_ok=True)
-        for temporary in [*self.folder.glob(".state-*"), *self.folder.glob(".checkpoint.json.*")]:
-            temporary.unlink(missing_ok=True)
+        self._tidy(file)
         self.last_time, self.last_step = time.monotonic(), step
+
+    def _tidy(self, current: str) -> None:
+        """Remove states other than the current one, and what a killed process left half written."""
+        for old in self.folder.glob("state-*.safetensors"):
+            if old.name != current:
+                old.unlink(missing_ok=True)
+        half = [".state-*", ".checkpoint.json.*", ".writable"]
+        for temporary in [p for pattern in half for p in self.folder.glob(pattern)] + [
+            *self.draws_folder.glob(".draws-*")
+        ]:
+            temporary.unlink(missing_ok=True)
 
     def load(self, writer: DrawWriter) -> Resumed | None:
         """The checkpoint in the folder, or None; refuses one of another run."""
@@ -110,14 +119,22 @@ class Checkpointer:
         if content.get("format") != FORMAT:
             raise ValueError(f"{path} has format {content.get('format')!r}, this version reads {FORMAT}")
         refuse_other(content["identity"], self.identity, path)
-        named = storage.read_tensors(self.folder / content["file"], content["state_sha256"])
+        named = storage.read_tensors(storage.inside(self.folder, content["file"]), content["state_sha256"])
         writer.files = list(content["shards"])
+        for shard in writer.files:
+            if not storage.inside(self.draws_folder, shard["file"]).is_file():
+                raise ValueError(f"{self.draws_folder / shard['file']} is missing: the checkpoint is incomplete")
         writer.pending = []
         for i in range(content["pending"]):
             prefix = f"pending.{i}."
             writer.pending.append({n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)})
         self.last_step = content["step"]
         return Resumed(content["step"], content["finished"], named, content["record"])
+
+
+def _own(name: str) -> bool:
+    """Whether a run that was killed before its first checkpoint may have left a file of this name."""
+    return name == "draws" or name.startswith((".", "state-"))
 
 
 def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
@@ -166,4 +183,4 @@ def set_random_states(found: Mapping[str, Tensor], device: torch.device) -> None
         torch.cuda.set_rng_state(found["random.cuda"], device)
 
 
-__all__ = ["Checkpoint", "Checkpointer", "Resumed", "index", "random_states", "restore", "set_random_states"]
+__all__ = ["Checkpoint", "Checkpointer", "Resumed", "random_states", "restore", "set_random_states"]

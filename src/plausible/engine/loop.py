@@ -24,7 +24,7 @@ from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Info, Stepper, make
 from plausible.methods.base import Method, Plan
 from plausible.model import Model
-from plausible.storage import DrawStore, DrawWriter
+from plausible.storage import DrawStore, DrawWriter, WriterMark
 from plausible.weights import clone, copy_into, num_elements
 
 log = logging.getLogger("plausible")
@@ -120,6 +120,18 @@ def _plan(method: Method, data: Data) -> Plan:
     return method.plan(data.num_data)
 
 
+class _Mark(NamedTuple):
+    """A moment of a run to which it can go back."""
+
+    done: int
+    state: Any
+    draws: WriterMark
+    lengths: dict[str, int]
+    sums: dict[str, float]
+    random: dict[str, Tensor]
+    passes: tuple[Tensor | None, int]
+
+
 class _Run:
     """One run: the loop's variables in one place."""
 
@@ -153,23 +165,30 @@ class _Run:
                 f"the checkpoint was written by {self.mode} steps, which are not available here: results would differ"
             )
         self.mode = used
+        self._place_generators(resumed)
         unit = "steps" if self.method.verb == "iterate" else "draws"
         interrupted = False
         segment, stale = 1, False
+        good: _Mark | None = None  # the latest moment from which a step is known to have been finite
         bar = Progress(type(self.method).__name__, self.plan.steps, unit, self.options.progress, start=self.done)
         with Interrupt() as interrupt, bar:
             while self.done < self.plan.steps and not interrupt.requested and not stale:
                 count = self._segment(segment, stepper)
-                snapshot, before, draws_before = clone(stepper.state), self.done, len(self.writer.pending)
+                mark = self._mark(stepper)
                 clock = time.monotonic()
-                infos = stepper.advance(before, count, lambda n: self._after(n, stepper, interrupt))
+                infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
+                self.seconds = time.monotonic() - started
                 rows = self._read(infos)
                 bad = self._first_bad(rows)
                 if bad is not None:
-                    self._diverged(bad, before, snapshot, draws_before, started)
-                self.done = before + len(infos)
+                    self._diverged(bad, good if bad[0] == 0 and good is not None else mark, mark.done)
+                bad = self._bad_weights(stepper.state, len(infos))
+                if bad is not None:
+                    self._diverged(bad, mark, mark.done)
+                good = mark
+                self.done = mark.done + len(infos)
                 self.state = stepper.state
-                self._note(rows, before)
+                self._note(rows, mark.done)
                 stale = self._validate(stepper)
                 self.seconds = time.monotonic() - started
                 taken = time.monotonic() - clock
@@ -181,7 +200,8 @@ class _Run:
                     else segment
                 )
                 bar.update(self.done, self._caption(rows))
-                if self.keeper is not None and self.keeper.due(self.done) and self.done < self.plan.steps:
+                last = stale or self.done >= self.plan.steps  # the final checkpoint follows at once
+                if self.keeper is not None and self.keeper.due(self.done) and not last:
                     self._save(finished=False)
             interrupted = interrupt.requested and self.done < self.plan.steps and not stale
         self.state = stepper.state
@@ -193,14 +213,27 @@ class _Run:
             self._keep()
         return self._fitted(interrupted)
 
+    def _place_generators(self, resumed: checkpoints.Resumed | None) -> None:
+        """Generators and stream where they stood, whatever a trial step has consumed."""
+        if self.source.stream:
+            self.source.rewind()
+            if resumed is not None and "random.pass" in resumed.tensors:
+                self.source.restart(resumed.tensors["random.pass"], int(resumed.record["pass_position"]))
+        if resumed is not None:
+            checkpoints.set_random_states(resumed.tensors, self.device)
+
+    def _mark(self, stepper: Stepper) -> _Mark:
+        return _Mark(
+            self.done, clone(stepper.state), self.writer.mark(), {n: len(v) for n, v in self.history.items()},
+            dict(self.sums), checkpoints.random_states(self.device), (self.source.pass_state, self.source.pass_position),
+        )  # fmt: skip
+
     def _choose_step(self) -> Any:
         """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""
         if self.method.members is None:
             return self.method.step
         probe = clone(self.state)
-        batch = next(iter(self.source.batches(0, 1))) if not self.source.stream else None
-        if batch is None:
-            return self.method.looped_step  # type: ignore[attr-defined]
+        batch = self.source.peek()
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -246,30 +279,38 @@ class _Run:
         """Terms × steps (× members), on the CPU in float64."""
         return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in infos[0]}
 
-    def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, float] | None:
-        worst: tuple[int, str, float] | None = None
+    def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, str] | None:
+        """The first step of these (from 0) with a term that is not finite, that term, and what it became."""
+        worst: tuple[int, str, str] | None = None
         for name, values in rows.items():
-            finite = torch.isfinite(values).reshape(len(values), -1).all(1)
+            finite = torch.isfinite(values).reshape(len(values), -1)
             if not bool(finite.all()):
-                at = int((~finite).nonzero()[0])
+                at = int((~finite.all(1)).nonzero()[0])
                 if worst is None or at < worst[0]:
-                    bad = values[at].reshape(-1)
-                    worst = (at, name, float(bad[~torch.isfinite(bad)][0]))
+                    member = int((~finite[at]).nonzero()[0])
+                    whose = f" in member {member}" if values.ndim > 1 else ""
+                    worst = (at, name, f"{float(values[at].reshape(-1)[member])}{whose}")
         return worst
 
-    def _diverged(
-        self, bad: tuple[int, str, float], before: int, snapshot: Any, draws_before: int, started: float
-    ) -> None:
+    def _bad_weights(self, state: Any, steps: int) -> tuple[int, str, str] | None:
+        """The same for the weights that the last step left, which no term has seen yet."""
+        named = {**getattr(state, "weights", {}), **getattr(state, "buffers", {})}
+        named = {name: value for name, value in named.items() if value.is_floating_point()}
+        if named and not bool(torch.stack([torch.isfinite(value).all() for value in named.values()]).all()):
+            name = next(n for n, value in named.items() if not bool(torch.isfinite(value).all()))
+            return steps - 1, name, "NaN or infinite"
+        return None
+
+    def _diverged(self, bad: tuple[int, str, str], mark: _Mark, before: int) -> None:
         offset, term, value = bad
         step = before + offset + 1
-        self.state = snapshot
-        self.done = before
-        self.writer.pending = self.writer.pending[:draws_before]
-        self.seconds = time.monotonic() - started
+        self.state, self.done, self.sums = mark.state, mark.done, mark.sums
+        self.history = {n: v[: mark.lengths[n]] for n, v in self.history.items() if n in mark.lengths}
+        self.writer.back_to(mark.draws)
         kept = ""
         if self.keeper is not None:
-            self._save(finished=False)
-            kept = f"; the last good state, after step {before}, is in {str(self.keeper.folder)!r}"
+            self._save(finished=False, mark=mark)
+            kept = f"; the last good state, after step {mark.done}, is in {str(self.keeper.folder)!r}"
         error = DivergenceError(
             f"{term} became {value} at step {step} of {self.plan.steps} (epoch {(step - 1) // self.plan.per_epoch + 1}); "
             f"a smaller lr usually helps{kept}",
@@ -323,18 +364,19 @@ class _Run:
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
-    def _save(self, *, finished: bool) -> None:
+    def _save(self, *, finished: bool, mark: _Mark | None = None) -> None:
         assert self.keeper is not None
+        started, position = (self.source.pass_state, self.source.pass_position) if mark is None else mark.passes
+        states = dict(checkpoints.random_states(self.device) if mark is None else mark.random)
+        if started is not None:
+            states["pass"] = started
         record = {
             "history": {n: [_json_number(v) for v in values] for n, values in self.history.items()},
             "sums": {n: _json_number(v) for n, v in self.sums.items()},
             "seconds": self.seconds,
             "mode": self.mode,
-            "pass_position": self.source.pass_position,
+            "pass_position": position,
         }
-        states = checkpoints.random_states(self.device)
-        if self.source.pass_state is not None:
-            states["pass"] = self.source.pass_state
         self.keeper.save(self.done, self.state, self.writer, record, states, finished=finished)
 
     def _resume(self, resumed: checkpoints.Resumed) -> None:
@@ -346,9 +388,6 @@ class _Run:
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
-        if self.source.stream and "random.pass" in resumed.tensors:
-            self.source.restart(resumed.tensors["random.pass"], int(record["pass_position"]))
-        checkpoints.set_random_states(resumed.tensors, self.device)
 
     def _fitted(self, interrupted: bool) -> Fitted:
         return Fitted(self.state, self.writer.store(), self.history, self.done, self.seconds, self.mode, interrupted)

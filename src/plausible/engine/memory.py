@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 
@@ -9,6 +11,12 @@ def available(device: torch.device) -> int | None:
     """Free bytes on the device, or None where that cannot be known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    known = [free for free in (_system_memory(), _container_memory()) if free is not None]
+    return min(known) if known else None
+
+
+def _system_memory() -> int | None:
+    """What Linux says could be had without swapping."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
@@ -17,6 +25,17 @@ def available(device: torch.device) -> int | None:
     except OSError:
         pass
     return None
+
+
+def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a container's limit (control groups, version 2), where there is one."""
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        return None if limit == "max" else max(0, int(limit) - used + int(cached.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None
 
 
 def require_memory(needed: int, device: torch.device, what: str) -> None:

@@ -11,7 +11,7 @@ class Progress:
 
     def __init__(self, description: str, total: int, unit: str, show: bool | None = None, start: int = 0):
         self.description, self.total, self.unit, self.start = description, total, unit, start
-        self.show = sys.stderr.isatty() if show is None else show
+        self.show = (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
         self._bar: Any = None
 
     def __enter__(self) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,9 @@ class Source:
         self._iterator: Iterator[Batch] | None = None
         self.pass_state: Tensor | None = None
         self.pass_position = 0
+        loader = data.source if self.stream else None  # type: ignore[union-attr]
+        self._own = loader.generator if isinstance(loader, DataLoader) else None
+        self._own_start = None if self._own is None else self._own.get_state()
 
     # Resident data
 
@@ -59,13 +63,27 @@ class Source:
             for index in block.unbind(0):
                 yield self.data.rows(index)
 
+    def peek(self) -> Batch:
+        """A batch to try things on; nothing is consumed."""
+        if not self.stream:
+            return next(iter(self.batches(0, 1)))
+        assert isinstance(self.data, StreamData)
+        own = None if self._own is None else self._own.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]), contextlib.closing(self.data.passes()) as trial:  # type: ignore[type-var]
+                batch = next(trial, None)
+        finally:
+            if self._own is not None and own is not None:
+                self._own.set_state(own)
+        if batch is None:
+            raise ValueError(_EMPTY)
+        return batch
+
     # A loader's stream
 
     def _start_pass(self) -> None:
         assert isinstance(self.data, StreamData)
-        loader = self.data.source
-        own = loader.generator if isinstance(loader, DataLoader) else None
-        self.pass_state = torch.get_rng_state() if own is None else own.get_state()
+        self.pass_state = torch.get_rng_state() if self._own is None else self._own.get_state()
         self.pass_position = 0
         self._iterator = self.data.passes()
 
@@ -81,16 +99,20 @@ class Source:
             if self.pass_position == 0:
                 break
             self._iterator = None
-        raise ValueError(
-            "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"
-        )
+        raise ValueError(_EMPTY)
+
+    def rewind(self) -> None:
+        """Back to before the first batch (a trial step may have taken some)."""
+        self._iterator, self.pass_state, self.pass_position = None, None, 0
+        if self._own is not None and self._own_start is not None:
+            self._own.set_state(self._own_start)
 
     def restart(self, state: Tensor, position: int) -> None:
         """Go to a position inside a pass: start it from its random state and skip what was consumed."""
-        assert isinstance(self.data, StreamData)
-        loader = self.data.source
-        own = loader.generator if isinstance(loader, DataLoader) else None
-        (torch.set_rng_state if own is None else own.set_state)(state)
+        (torch.set_rng_state if self._own is None else self._own.set_state)(state)
         self._start_pass()
         for _ in range(position):
             self._next()
+
+
+_EMPTY = "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plausible import random
+from plausible.compiling import hold
 from plausible.methods.base import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.model import Model
 from plausible.posterior import DrawsPosterior, Posterior
@@ -92,7 +93,7 @@ class SGLD(Method):
         lr = rate(self.lr, state.step, model.steps)
         noise = random.normal(state.key, state.step, {name: state.weights[name] for name in model.random})
         weights = dict(state.weights)
-        drift, spread = 0.5 * lr, (lr * self.temperature).sqrt()
+        drift, spread = 0.5 * lr, hold((lr * self.temperature).sqrt())
         for name, weight in weights.items():
             moved = weight + drift * joint.grads[name]
             weights[name] = moved + spread * noise[name] if name in noise else moved

@@ -83,7 +83,9 @@ class Gaussian(Rule):
         if not plain:
             square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
             return (-0.5 / self.scale**2) * square - constant
-        return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
+        if self.loc:
+            return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
+        return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A standard normal variate, scaled and moved."""

@@ -1,0 +1,444 @@
+"""The page of `plausible demo`: plots by matplotlib, each drawn for light and for dark screens, in one HTML file.
+
+The page needs nothing else: images are embedded. The light plots also lie beside it as PNG files. Every number comes from the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import plausible
+from plausible.cli import demo
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from plausible.cli.demo import Outcome, Problem
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a plot; `paper` is the colour of the card it lies on."""
+
+    paper: str
+    ink: str
+    faint: str
+    main: str
+    wide: str
+    narrow: str
+    alarm: str
+
+
+LIGHT = Theme("#ffffff", "#24292f", "#8a9199", "#1f5f99", "#cfe0f0", "#94bbdf", "#c4421a")
+DARK = Theme("#1d2126", "#dfe3e8", "#858d96", "#8cc4f2", "#2b435a", "#41688e", "#ff8a5c")
+
+Draw = Callable[["Figure", Theme], None]
+
+
+class Plots:
+    """Draws figures in both themes, writes the light one to the folder and gives the HTML that shows them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def picture(self, name: str, size: tuple[float, float], draw: Draw, alt: str) -> str:
+        """A `<picture>` with both versions embedded."""
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        images = []
+        for theme in (LIGHT, DARK):
+            settings: Any = {
+                "font.size": 10, "font.family": ["DejaVu Sans"], "text.color": theme.ink, "axes.labelcolor": theme.ink,
+                "xtick.color": theme.faint, "ytick.color": theme.faint, "xtick.labelcolor": theme.ink,
+                "ytick.labelcolor": theme.ink, "axes.edgecolor": theme.faint, "axes.facecolor": theme.paper,
+                "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+            }  # fmt: skip
+            with rc_context(settings):
+                figure = Figure(figsize=size, dpi=160, facecolor=theme.paper, layout="constrained")
+                FigureCanvasAgg(figure)
+                draw(figure, theme)
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format="png")
+            images.append(buffer.getvalue())
+        (self.folder / f"{name}.png").write_bytes(images[0])
+        light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images)
+        wide, high = round(160 * size[0]), round(160 * size[1])
+        return (
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            f'<img src="{light}" width="{wide}" height="{high}" alt="{html.escape(alt)}"></picture>'
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plots
+
+
+def bands(problem: Problem, outcome: Outcome, limits: tuple[float, float], spread: float) -> Draw:
+    """Mean, 50 % and 90 % bands over the data; below, the standard deviations of noise and of disagreement."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        a = outcome.arrays
+        grid, levels = a["grid"], a["quantiles"]
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        for axes in (above, below):
+            axes.axvspan(-demo.GAP, demo.GAP, color=theme.faint, alpha=0.14, linewidth=0)
+        above.fill_between(grid, levels[0], levels[3], color=theme.wide, linewidth=0, label="90 %")
+        above.fill_between(grid, levels[1], levels[2], color=theme.narrow, linewidth=0, label="50 %")
+        above.plot(grid, demo.curve(grid), color=theme.faint, linestyle=(0, (4, 2)), linewidth=1.2, label="truth")
+        above.plot(grid, a["mean"], color=theme.main, linewidth=1.8, label="mean")
+        x, y = (part[:, 0].numpy() for part in problem.train)
+        above.plot(x, y, linestyle="", marker="o", markersize=3, color=theme.ink, label="data")
+        above.set(ylim=limits, xlim=(grid[0], grid[-1]))
+        above.text(
+            0, limits[0] + 0.03 * (limits[1] - limits[0]), "gap: no data", ha="center", fontsize=9, color=theme.ink
+        )
+        above.legend(loc="upper center", ncols=5, fontsize=8, columnspacing=1.0, handlelength=1.2, handletextpad=0.4)
+        below.fill_between(grid, 0, a["epistemic"], color=theme.alarm, alpha=0.55, linewidth=0, label="epistemic")
+        below.plot(grid, a["aleatoric"], color=theme.ink, linewidth=1.2, linestyle=":", label="noise")
+        below.set(ylim=(0, spread), xlabel="x", ylabel="std")
+        below.legend(loc="upper center", ncols=2, fontsize=8, columnspacing=1.0, handlelength=1.2, handletextpad=0.4)
+
+    return draw
+
+
+def faces(problem: Problem, outcome: Outcome, count: int = 5) -> tuple[Draw, str]:
+    """The digits with the highest and the lowest entropy, with answer, probability and mutual information."""
+    a = outcome.arrays
+    images, truth = problem.test[0].numpy().reshape(-1, 8, 8), problem.test[1].numpy()
+    order = np.argsort(a["entropy"], kind="stable")
+    rows = (("least confident", order[::-1][:count]), ("most confident", order[:count]))
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        for part, (heading, chosen) in zip(np.ravel(figure.subfigures(2, 1)), rows):
+            part.set_facecolor(theme.paper)
+            part.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
+            for axes, index in zip(part.subplots(1, count), chosen):
+                axes.imshow(images[index], cmap="gray_r" if theme is LIGHT else "gray", vmin=0, vmax=1)
+                axes.set(xticks=[], yticks=[])
+                axes.spines[:].set_visible(False)
+                wrong = bool(a["wrong"][index])
+                answer = a["probs"][index].argmax()
+                axes.set_title(
+                    f"{answer}: {_percent(a['probs'][index].max())}", fontsize=10, pad=3,
+                    color=theme.alarm if wrong else theme.ink,
+                )  # fmt: skip
+                note = f"MI {a['information'][index]:.2f}" + (f"\nis {truth[index]}" if wrong else "")
+                axes.set_xlabel(note, fontsize=9, labelpad=2, color=theme.alarm if wrong else theme.ink)
+
+    words = []
+    for heading, chosen in rows:
+        answers = ", ".join(f"{a['probs'][i].argmax()} ({_percent(a['probs'][i].max())})" for i in chosen)
+        words.append(f"{heading}: {answers}")
+    return draw, "; ".join(words)
+
+
+def entropies(outcomes: Sequence[Outcome]) -> Draw:
+    """For each method the entropies of right answers (bar: middle half, line: middle 90 %) and every wrong answer as a dot."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        for row, outcome in enumerate(outcomes):
+            values, wrong = outcome.arrays["entropy"], outcome.arrays["wrong"]
+            if (~wrong).any():
+                low, first, middle, third, high = np.quantile(values[~wrong], [0.05, 0.25, 0.5, 0.75, 0.95])
+                axes.plot([low, high], [row - 0.17] * 2, color=theme.main, linewidth=1.5)
+                axes.plot([first, third], [row - 0.17] * 2, color=theme.main, linewidth=8, solid_capstyle="butt")
+                axes.plot(middle, row - 0.17, marker="|", markersize=12, color=theme.ink)
+            height = row + 0.17 + 0.09 * np.resize([0, 1, -1], wrong.sum())
+            axes.plot(values[wrong], height, linestyle="", marker="o", markersize=4, color=theme.alarm, alpha=0.7)
+        axes.plot([], [], color=theme.main, linewidth=8, label="right answers")
+        axes.plot([], [], linestyle="", marker="o", markersize=4, color=theme.alarm, label="wrong answers")
+        axes.set(yticks=range(len(outcomes)), yticklabels=[outcome.entry.label for outcome in outcomes])
+        axes.set(xlim=(-0.03, np.log(10)), ylim=(len(outcomes) - 0.5, -0.5), xlabel="entropy of the prediction (nats)")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        figure.legend(loc="outside upper right", ncols=2, fontsize=9, handlelength=1.2)
+
+    return draw
+
+
+def reliability(problem: Problem, outcome: Outcome, bins: int = 10) -> tuple[Draw, str]:
+    """Share of right answers against stated probability, in equal bins, with 90 % binomial (Wilson) intervals."""
+    confidence = outcome.arrays["probs"].max(-1).astype(float)
+    right = ~outcome.arrays["wrong"]
+    which = np.clip(np.ceil(confidence * bins).astype(int), 1, bins) - 1
+    points = []
+    for b in range(bins):
+        if count := int((which == b).sum()):
+            share, z2 = right[which == b].mean(), 1.645**2
+            centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+            half = np.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+            points.append(
+                (confidence[which == b].mean(), share, max(0.0, centre - half), min(1.0, centre + half), count)
+            )
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, 1], color=theme.faint, linestyle=(0, (4, 2)), linewidth=1.2)
+        for said, share, low, high, count in points:
+            axes.plot([said, said], [low, high], color=theme.narrow, linewidth=2)
+            axes.plot(said, share, marker="o", markersize=6, color=theme.main)
+            axes.annotate(
+                f"{count}", (said, low), (0, -9), textcoords="offset points", ha="center", va="center", fontsize=8
+            )
+        axes.set(xlim=(0, 1.04), ylim=(-0.08, 1.04), xlabel="stated probability", ylabel="share right", aspect="equal")
+
+    total = len(problem.test[1])
+    alt = ", ".join(f"said {said:.0%}, right {share:.0%} ({count} of {total})" for said, share, _, _, count in points)
+    return draw, alt
+
+
+def _percent(share: float) -> str:
+    """Rounded down where rounding up would claim certainty."""
+    return ">99 %" if share > 0.99 else f"{share:.0%}".replace("%", " %")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def write(
+    folder: Path, results: Sequence[tuple[Problem, list[Outcome]]], *, seed: int, quick: bool, began: float
+) -> None:
+    """Draw everything and write `index.html`."""
+    plots = Plots(folder)
+    (curve, curve_outcomes), (digits, digit_outcomes) = results
+    good = [outcome for outcome in curve_outcomes if not outcome.error]
+    fine = [outcome for outcome in digit_outcomes if not outcome.error]
+    slots = {
+        "rough": "<p class='note'>A quick run: too few steps for the numbers to mean much.</p>" if quick else "",
+        "curve_table": _table(curve, curve_outcomes),
+        "curve_bands": _bands(plots, curve, good),
+        "digit_table": _table(digits, digit_outcomes),
+        "digit_faces": _grid(_faces(plots, digits, outcome) for outcome in fine),
+        "digit_entropies": _entropies(plots, fine),
+        "digit_reliability": _grid((_reliability(plots, digits, outcome) for outcome in fine), "narrow"),
+        "train_digits": f"{len(digits.train[1]):,}",
+        "test_digits": f"{len(digits.test[1]):,}",
+        "methods": _methods(results),
+        "made": f"plausible {plausible.__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}, "
+        f"seed {seed}, {time.perf_counter() - began:.0f} s in all",
+    }  # fmt: skip
+    page = TEMPLATE
+    for name, text in slots.items():
+        page = page.replace(f"[[{name}]]", text)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+
+
+def _grid(figures: Any, kind: str = "") -> str:
+    shown = "".join(figures)
+    return f'<div class="grid {kind}">{shown}</div>' if shown else "<p class='note'>No method gave a result.</p>"
+
+
+def _figure(picture: str, name: str, caption: str) -> str:
+    return f"<figure>{picture}<figcaption><b>{html.escape(name)}</b> {html.escape(caption)}</figcaption></figure>"
+
+
+def _bands(plots: Plots, problem: Problem, outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return _grid(())
+    heights = [outcome.arrays["quantiles"] for outcome in outcomes] + [problem.train[1].numpy()]
+    low, high = min(float(h.min()) for h in heights), max(float(h.max()) for h in heights)
+    low, high = max(low, -5.0), min(high, 5.0)
+    limits = low - 0.12 * (high - low), high + 0.15 * (high - low)
+    top = max(float(max(o.arrays["epistemic"].max(), o.arrays["aleatoric"].max())) for o in outcomes)
+    figures = []
+    for outcome in outcomes:
+        near, gap = outcome.values["epistemic_data"], outcome.values["epistemic_gap"]
+        caption = f"epistemic std {near:.2f} at the data, {gap:.2f} in the gap"
+        alt = f"Predictions of {outcome.entry.label} with 50 % and 90 % bands over 60 data points; {caption}."
+        draw = bands(problem, outcome, limits, 1.45 * min(top, 2.0))
+        figures.append(
+            _figure(plots.picture(f"regression-{outcome.entry.key}", (5, 4), draw, alt), outcome.entry.label, caption)
+        )
+    return _grid(figures)
+
+
+def _faces(plots: Plots, problem: Problem, outcome: Outcome) -> str:
+    draw, words = faces(problem, outcome)
+    alt = f"Digits about which {outcome.entry.label} is {words}."
+    caption = f"{int(outcome.arrays['wrong'].sum())} of {len(outcome.arrays['wrong'])} wrong"
+    return _figure(plots.picture(f"digits-{outcome.entry.key}", (5, 3.7), draw, alt), outcome.entry.label, caption)
+
+
+def _entropies(plots: Plots, outcomes: Sequence[Outcome]) -> str:
+    if not outcomes:
+        return _grid(())
+    medians = []
+    for outcome in outcomes:
+        values, wrong = outcome.arrays["entropy"], outcome.arrays["wrong"]
+        both = [f"{np.median(values[rows]):.2f}" if rows.any() else "none" for rows in (~wrong, wrong)]
+        medians.append(f"{outcome.entry.label} {both[0]} and {both[1]}")
+    alt = f"Entropy of right and wrong answers. Medians, right and wrong: {'; '.join(medians)}."
+    picture = plots.picture("entropy", (6.5, 1.2 + 0.62 * len(outcomes)), entropies(outcomes), alt)
+    caption = f"Median entropy of right and of wrong answers: {'; '.join(medians)}."
+    return f'<figure class="single">{picture}<figcaption>{html.escape(caption)}</figcaption></figure>'
+
+
+def _reliability(plots: Plots, problem: Problem, outcome: Outcome) -> str:
+    draw, words = reliability(problem, outcome)
+    alt = f"Reliability of {outcome.entry.label}: {words}."
+    caption = f"calibration error {outcome.values['ece']:.3f}"
+    return _figure(
+        plots.picture(f"reliability-{outcome.entry.key}", (3.4, 3.4), draw, alt), outcome.entry.label, caption
+    )
+
+
+def _table(problem: Problem, outcomes: Sequence[Outcome]) -> str:
+    heads = "".join(f'<th scope="col">{html.escape(c.heading).replace(chr(10), "<br>")}</th>' for c in problem.columns)
+    rows = []
+    for outcome in outcomes:
+        if outcome.error:
+            filled = f'<td class="failed" colspan="{len(problem.columns)}">failed: {html.escape(outcome.error)}</td>'
+        else:
+            filled = "".join(f"<td>{text}</td>" for text in demo.cells(problem, outcome))
+        rows.append(f'<tr><th scope="row">{html.escape(outcome.entry.label)}</th>{filled}</tr>')
+    head = f'<thead><tr><th scope="col">method</th>{heads}</tr></thead>'
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _methods(results: Sequence[tuple[Problem, list[Outcome]]]) -> str:
+    (_, first), (_, second) = results
+    parts = []
+    for one, two in zip(first, second):
+        settings = "".join(
+            f"<dd>{place}: <code>{html.escape(str(outcome.entry.method))}</code></dd>"
+            for place, outcome in (("curve", one), ("digits", two))
+        )
+        about = html.escape(one.entry.about)
+        parts.append(f"<dt>{html.escape(one.entry.label)}</dt><dd>{about}</dd>{settings}")
+    return f"<dl>{''.join(parts)}</dl>"
+
+
+TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>plausible: what a network knows, and what it does not</title>
+<style>
+:root { --paper: #f6f7f8; --card: #ffffff; --ink: #24292f; --soft: #5a636d; --line: #d9dde2; --main: #1f5f99; --alarm: #b23a14; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14171a; --card: #1d2126; --ink: #dfe3e8; --soft: #a2abb5; --line: #363d45; --main: #8cc4f2; --alarm: #ff8a5c; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
+  font: 1.0625rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
+main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: clamp(1.7rem, 5vw, 2.4rem); line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 1rem; max-width: 22em; }
+h2 { font-size: 1.4rem; line-height: 1.3; margin: 3.5rem 0 0.5rem; padding-top: 1.5rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1.1rem; margin: 2.25rem 0 0.25rem; }
+p, dl, ul { max-width: 42rem; }
+.note { color: var(--soft); }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; margin: 1.25rem 0; }
+.grid.narrow { grid-template-columns: repeat(auto-fill, minmax(min(100%, 14rem), 1fr)); }
+figure { margin: 0; padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+figure.single { max-width: 46rem; margin: 1.25rem 0; }
+figure img { display: block; width: 100%; height: auto; }
+figcaption { font-size: 0.875rem; line-height: 1.45; color: var(--soft); padding: 0.5rem 0.25rem 0; }
+figcaption b { color: var(--ink); }
+.scroll { overflow-x: auto; margin: 1.25rem 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+table { border-collapse: collapse; width: 100%; font-size: 0.9375rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.55rem 0.8rem; text-align: right; white-space: nowrap; }
+thead th { font-weight: 500; color: var(--soft); vertical-align: bottom; }
+th:first-child { text-align: left; font-weight: 600; }
+tbody tr { border-top: 1px solid var(--line); }
+td.failed { text-align: left; color: var(--alarm); white-space: normal; }
+code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.875em; }
+pre { max-width: 46rem; padding: 0.9rem 1rem; overflow-x: auto; line-height: 1.5;
+  background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+details { max-width: 46rem; margin-top: 1.5rem; }
+summary { cursor: pointer; color: var(--main); }
+dt { font-weight: 600; margin-top: 1rem; }
+dd { margin: 0.15rem 0 0; color: var(--soft); overflow-wrap: anywhere; }
+footer { margin-top: 3.5rem; font-size: 0.875rem; color: var(--soft); }
+</style>
+</head>
+<body>
+<main>
+<h1>What a network knows, and what it does not</h1>
+<p>An ordinary neural network gives one answer, whether it has seen a thousand similar cases or none. A Bayesian one keeps many
+networks that all fit the data. Where they agree, the answer is well supported by the data; where they disagree, the data do not
+settle it. This page shows that on two small problems, each solved by every method in the library. All numbers come from the run
+that wrote it.</p>
+[[rough]]
+
+<h2>A curve with a gap</h2>
+<p>Sixty noisy points lie on both sides of a gap. A small network learns the curve and how noisy it is, and is then tested on 400
+new points, half of them in the gap, where it has seen nothing.</p>
+[[curve_table]]
+<p class="note">Log-likelihood (log-lik., in nats for each point): how much probability the prediction gave to what then happened,
+higher is better. RMSE: typical error of the mean, lower is better. In 90 %: the share of new points inside the 90 % interval;
+it should be near 90 %, less is overconfident, more is overcautious. Time includes the fit that a method starts from.</p>
+<h3>Do the bands widen where there are no data?</h3>
+<p>The line is the mean prediction; half of all new points should fall into the dark band and nine tenths into the light one. The
+strip below takes the uncertainty apart: the dotted line is noise, which more data would not remove; the filled part is
+<em>epistemic</em>, the disagreement between the networks, which more data would remove. It should be small at the data and grow
+in the gap and beyond the ends. MAP has one network and nobody to disagree with, so its filled part is zero everywhere.</p>
+[[curve_bands]]
+
+<h2>Handwritten digits</h2>
+<p>The images have 8 × 8 pixels; a small network learns from [[train_digits]] of them and is tested on [[test_digits]] others.</p>
+[[digit_table]]
+<p class="note">Log-likelihood: in nats for each image, higher is better. Error rate: share of wrong answers. Calibration error:
+how far stated probability and share of right answers lie apart on average, 0 is best. Errors found: the chance that a wrong
+answer has a higher entropy than a right one; 1 would sort all errors out, 0.5 is guessing. With few errors this number is
+rough.</p>
+<h3>Which digits is it unsure about?</h3>
+<p>The test images with the highest and the lowest entropy. Above each is the predicted digit with its probability; below it MI,
+the mutual information in nats: the part of the uncertainty that comes from disagreement between networks (zero for a single one).
+Wrong answers are coloured, with the true digit.</p>
+[[digit_faces]]
+<h3>Is it less sure when it is wrong?</h3>
+<p>Entropy measures how spread out a prediction is: 0 is certain, 2.3 means that all ten digits seem equally likely. The thick bar
+holds the middle half of the right answers, the thin line the middle 90 %; each dot is a wrong answer. Dots far to the right are
+errors that could have been sent to a person; dots at the left are confident errors.</p>
+[[digit_entropies]]
+<h3>Can the probabilities be taken at their word?</h3>
+<p>Test images are grouped by the probability of the predicted digit. Of those called with 80 %, 80 % should be right: points on
+the dashed line. Points above it are too cautious, points below it too sure. The bars are 90 % confidence intervals for the share,
+and the small number is how many images the group has: most groups are small.</p>
+[[digit_reliability]]
+
+<h2>What to do next</h2>
+<p>Try it on a table of your own; a CSV file with a header line is enough. Columns may be numbers or text.</p>
+<pre><code>plausible fit data.csv --target price --method ensemble --out run
+plausible predict run new.csv --out predictions.csv
+plausible methods</code></pre>
+<p>Or with your own PyTorch network:</p>
+<pre><code>import plausible as pl
+
+posterior = pl.fit(network, (x, y), pl.Ensemble(members=5))
+prediction = posterior.predict(x_new)
+prediction.mean, prediction.std, prediction.epistemic, prediction.interval(0.9)</code></pre>
+<p>No method wins everywhere. An ensemble is a good first choice; compare by held-out log-likelihood and by whether the intervals
+hold what they promise.</p>
+
+<h2>How this was made</h2>
+<p>Both networks have one hidden layer (50 tanh units, 64 ReLU units) and a standard normal prior on every weight. The settings
+were chosen on other draws of the curve and on parts of the training digits, never on the test points shown here. Both SGLD rows
+start from a fit that is already good, as their descriptions say; with so short walks they describe its surroundings rather than
+the whole posterior.</p>
+<details>
+<summary>Methods and settings</summary>
+[[methods]]
+</details>
+<footer>[[made]]</footer>
+</main>
+</body>
+</html>
+"""
