@@ -1,15 +1,23 @@
-"""plausible: honest uncertainty for any PyTorch network."""
+"""plausible: honest uncertainty for any PyTorch network.
 
-from plausible import likelihoods, methods, optimisers, priors, schedules
+Names are imported when they are first used, so that the command line answers `--help` without loading PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from plausible._version import __version__
-from plausible.data import Batch
-from plausible.engine import Checkpoint, DivergenceError
-from plausible.fitting import fit
-from plausible.methods import MAP, SGLD, Ensemble, Method
-from plausible.model import Model
-from plausible.posterior import Posterior
-from plausible.predictive import Predictive
-from plausible.saving import load
+
+if TYPE_CHECKING:
+    from plausible import likelihoods, methods, optimisers, priors, schedules, testing
+    from plausible.data import Batch
+    from plausible.engine import Checkpoint, DivergenceError
+    from plausible.fitting import fit
+    from plausible.methods import MAP, SGLD, Ensemble, Method
+    from plausible.model import Model
+    from plausible.posterior import Posterior
+    from plausible.predictive import Predictive
+    from plausible.saving import load
 
 __all__ = [
     "MAP",
@@ -30,4 +38,35 @@ __all__ = [
     "optimisers",
     "priors",
     "schedules",
+    "testing",
 ]
+
+_HOMES = {
+    "Batch": "data",
+    "Checkpoint": "engine",
+    "DivergenceError": "engine",
+    "Model": "model",
+    "Posterior": "posterior",
+    "Predictive": "predictive",
+    "fit": "fitting",
+    "load": "saving",
+}
+_ROOMS = ("likelihoods", "methods", "optimisers", "priors", "schedules", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"plausible.{name}")
+    if name.startswith("_"):
+        raise AttributeError(f"module 'plausible' has no attribute {name!r}")
+    home = import_module(f"plausible.{_HOMES.get(name, 'methods')}")
+    try:
+        value = getattr(home, name)
+    except AttributeError:
+        raise AttributeError(f"module 'plausible' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,7 +8,7 @@ pure function of the seed, so that a resumed run sees what an uninterrupted one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,9 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from plausible import random
+from plausible.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.weights import tree_map
 
 
@@ -29,58 +41,6 @@ class Batch(NamedTuple):
     y: Tensor
     weight: Tensor | None = None
     mask: Tensor | None = None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversions
-
-
-def _is_frame(value: Any) -> bool:
-    return hasattr(value, "columns") and hasattr(value, "to_numpy")
-
-
-def _as_tensor(value: Any, name: str) -> Tensor:
-    """One leaf → tensor; frames must be numeric."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if _is_frame(value) or (hasattr(value, "to_numpy") and not isinstance(value, np.ndarray)):  # frames and series
-        value = value.to_numpy()
-    array = np.asarray(value)
-    if array.dtype.kind in "OUSMm":
-        try:
-            array = array.astype(np.float64)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"{name} must be numeric, got values of type {array.dtype}; encode text, categories and dates as numbers first"
-            ) from None
-    if array.dtype == np.uint16 or array.dtype == np.uint32 or array.dtype == np.uint64:
-        array = array.astype(np.int64)
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.as_tensor(array)
-
-
-def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: str = "x") -> Any:
-    """Inputs as a tree of tensors: floating leaves take the module's dtype, integers stay; NaN and infinity are refused."""
-
-    def leaf(value: Any) -> Tensor:
-        tensor = _as_tensor(value, name)
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-            _check_finite(tensor, name)
-        return tensor.to(device)
-
-    is_leaf = lambda v: v is None or isinstance(v, (Tensor, np.ndarray)) or _is_frame(v) or hasattr(v, "to_numpy")  # noqa: E731
-    if isinstance(x, list) and not any(isinstance(item, (Tensor, np.ndarray)) for item in x):
-        x = np.asarray(x)  # a nested list of numbers is one array
-    leaves, spec = pytree.tree_flatten(x, is_leaf=is_leaf)
-    converted = [leaf(value) for value in leaves]
-    lengths = {len(value) for value in converted if value.ndim}
-    if not converted or any(value.ndim == 0 for value in converted):
-        raise ValueError(f"{name} must have a leading axis of examples, got a scalar or nothing")
-    if len(lengths) > 1:
-        raise ValueError(f"all inputs must have the same number of examples, got lengths {sorted(lengths)}")
-    return pytree.tree_unflatten(converted, spec)
 
 
 def num_rows(x: Any) -> int:
@@ -102,66 +62,6 @@ def select_rows(batch: Batch, rows: Any) -> Batch:
     weight = None if batch.weight is None else batch.weight[rows]
     mask = None if batch.mask is None else batch.mask[rows]
     return Batch(take(batch.x, rows), batch.y[rows], weight, mask)
-
-
-def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None:
-    bad = ~torch.isfinite(tensor)
-    if mask is not None:
-        bad &= mask
-    if bool(bad.any()):
-        first = tuple(int(i) for i in bad.nonzero()[0])
-        kind = "NaN" if bool(torch.isnan(tensor[first])) else "infinity"
-        count = int(bad.sum())
-        fix = (
-            "remove or impute those rows, or pass mask= (True where a target was observed, or mask='nan')"
-            if name == "y"
-            else "remove or impute those rows"
-        )
-        raise ValueError(
-            f"{name} contains {count} non-finite value{'s' * (count > 1)}, the first a {kind} at {first}; {fix}"
-        )
-
-
-def _as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Targets and mask as tensors on the CPU; masked positions get a harmless value."""
-    target = _as_tensor(y, "y")
-    if target.ndim == 0:
-        raise ValueError("y must have a leading axis of examples, got a scalar")
-    if target.is_floating_point():
-        target = target.to(dtype)
-    elif target.dtype not in (torch.bool, torch.int64):
-        target = target.long()
-    observed: Tensor | None = None
-    if isinstance(mask, str):
-        if mask != "nan":
-            raise ValueError(f"mask must be a boolean array shaped like y, or the string 'nan', got {mask!r}")
-        observed = ~torch.isnan(target) if target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
-    elif mask is not None:
-        observed = _as_tensor(mask, "mask")
-        if observed.dtype != torch.bool:
-            raise TypeError(f"mask must be boolean (True where the target was observed), got {observed.dtype}")
-        if observed.shape != target.shape:
-            raise ValueError(f"mask must have the shape of y, {tuple(target.shape)}, got {tuple(observed.shape)}")
-        observed = observed.to(target.device)
-    if target.is_floating_point():
-        _check_finite(target, "y", observed)
-    if observed is not None:
-        if not bool(observed.any()):
-            raise ValueError("mask hides every target: nothing is left to learn from")
-        target = torch.where(observed, target, torch.zeros_like(target))
-    return target, observed
-
-
-def _as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
-    tensor = _as_tensor(weight, "weights").to(dtype)
-    if tensor.shape != (count,):
-        raise ValueError(f"example weights must have shape ({count},), one per example, got {tuple(tensor.shape)}")
-    _check_finite(tensor, "weights")
-    if bool((tensor < 0).any()):
-        raise ValueError("example weights must not be negative")
-    if not bool((tensor > 0).any()):
-        raise ValueError("example weights are all zero: nothing is left to learn from")
-    return tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,6 +102,13 @@ class Order:
         return torch.stack([self._rows(member, first, count) for member in range(self.members)], dim=1)
 
 
+def _num_held_out(fraction: float, count: int) -> int:
+    held = max(1, round(fraction * count))
+    if held >= count:
+        raise ValueError(f"holdout={fraction} of {count} examples leaves nothing to train on")
+    return held
+
+
 @dataclass
 class ArrayData:
     """Examples resident on the device as tensors."""
@@ -226,9 +133,7 @@ class ArrayData:
 
     def split(self, fraction: float, seed: int) -> tuple[ArrayData, ArrayData]:
         """A seeded split into (training, held-out) parts."""
-        held = max(1, round(fraction * self.num_data))
-        if held >= self.num_data:
-            raise ValueError(f"holdout={fraction} of {self.num_data} examples leaves nothing to train on")
+        held = _num_held_out(fraction, self.num_data)
         order = random.permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
         return ArrayData(self.rows(order[held:]), self.num_data - held), ArrayData(self.rows(order[:held]), held)
 
@@ -273,17 +178,21 @@ class StreamData:
             )
         x, y, *rest = item
         x = as_inputs(x, dtype=self.dtype, device=self.device)
-        y, observed = _as_targets(y, self.mask, dtype=self.dtype)
+        y, observed = as_targets(y, self.mask, dtype=self.dtype)
         if num_rows(x) != len(y):
             raise ValueError(f"x has {num_rows(x)} examples and y has {len(y)} in one batch: they must be equally many")
         if self.check is not None:
             y = self.check(y, observed)
-        weight = _as_example_weights(rest[0], len(y), self.dtype).to(self.device) if rest else None
+        weight = as_example_weights(rest[0], len(y), self.dtype).to(self.device) if rest else None
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
     def rows(self, index: Tensor) -> Batch:
         """The examples of these rows (map-style data sets only)."""
-        return self.convert(default_collate([self.source[int(i)] for i in index]))
+        items = [self.source[int(i)] for i in index]
+        try:
+            return self.convert(default_collate(items))
+        except RuntimeError as error:
+            raise ValueError(f"data: examples cannot be put into one batch, do they differ in shape? {error}") from None
 
     def passes(self) -> Iterator[Batch]:
         """One pass over the source in its own order."""
@@ -314,7 +223,7 @@ class StreamData:
             raise ValueError(
                 "early stopping needs a held-out part, which a loader cannot give; pass arrays or a map-style Dataset"
             )
-        held = max(1, round(fraction * self.num_data))
+        held = _num_held_out(fraction, self.num_data)
         order = random.permutation(seed, 2**31 - 1, self.num_data)
         parts = []
         for rows in (order[held:], order[:held]):
@@ -343,38 +252,66 @@ def as_data(
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
-        if len(data) not in (2, 3):
-            raise ValueError(f"data must be (x, y) or (x, y, weights), got {len(data)} parts")
-        x, y, *rest = data
-        x = as_inputs(x, dtype=dtype, device=device)
-        count = num_rows(x)
-        y, observed = _as_targets(y, mask, dtype=dtype)
-        if count != len(y):
-            raise ValueError(f"x has {count} examples and y has {len(y)}: they must be equally many")
-        if count == 0:
-            raise ValueError("data is empty: x and y have no examples")
-        if num_data not in (None, count):
-            raise ValueError(f"num_data={num_data} contradicts the {count} examples given; leave it out for arrays")
-        weight = _as_example_weights(rest[0], count, dtype).to(device) if rest else None
-        return ArrayData(Batch(x, y.to(device), weight, None if observed is None else observed.to(device)), count)
-    if isinstance(mask, str) or mask is None:
-        if isinstance(data, DataLoader):
-            known = None if isinstance(data.dataset, IterableDataset) else len(data.dataset)  # type: ignore[arg-type]
-        elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            known = None if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
-            if isinstance(data, IterableDataset):
-                data = DataLoader(data, batch_size=128)
-        else:
-            raise TypeError(
-                f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}; "
-                "for a data frame pass (frame[inputs], frame[target])"
-            )
-        if known is None and num_data is None:
-            raise ValueError("an iterable data set has no length: pass num_data=, the number of examples in one pass")
-        if known is not None and num_data not in (None, known):
-            raise ValueError(f"num_data={num_data} contradicts the length {known} of the data set")
-        total = known if known is not None else num_data
-        if not total or total < 0:
-            raise ValueError("data is empty: the data set has no examples")
-        return StreamData(data, int(total), dtype, device, mask)
-    raise ValueError("mask= as an array goes with data given as arrays; for data sets and loaders use mask='nan'")
+        return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
+    if is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)) or not _is_source(data):
+        raise TypeError(
+            f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}"
+            + "; for a data frame pass (frame[inputs], frame[[target]])" * is_frame(data)
+        )
+    if mask is not None and not isinstance(mask, str):
+        raise ValueError("mask= as an array goes with data given as arrays; for data sets and loaders use mask='nan'")
+    known, certain = _length(data)
+    if known is None and num_data is None:
+        raise ValueError("data has no known length: pass num_data=, the number of examples in one pass")
+    if certain and num_data not in (None, known):
+        raise ValueError(f"num_data={num_data} contradicts the length {known} of the data set")
+    total = known if num_data is None else num_data
+    if isinstance(total, bool) or not isinstance(total, int) or total < 0:
+        raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
+    if total == 0:
+        raise ValueError("data is empty: the data set has no examples")
+    return StreamData(
+        DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data, total, dtype, device, mask
+    )
+
+
+def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any, num_data: int | None) -> ArrayData:
+    if len(data) not in (2, 3):
+        raise ValueError(f"data must be (x, y) or (x, y, weights), got {len(data)} parts")
+    x, y, *rest = data
+    x = as_inputs(x, dtype=dtype, device=device)
+    count = num_rows(x)
+    y, observed = as_targets(y, mask, dtype=dtype)
+    if count != len(y):
+        raise ValueError(f"x has {count} examples and y has {len(y)}: they must be equally many")
+    if count == 0:
+        raise ValueError("data is empty: x and y have no examples")
+    if num_data not in (None, count):
+        raise ValueError(f"num_data={num_data} contradicts the {count} examples given; leave it out for arrays")
+    weight = as_example_weights(rest[0], count, dtype) if rest and rest[0] is not None else None
+    refuse_nothing_left(weight, observed)
+    move = lambda part: None if part is None else part.to(device)  # noqa: E731
+    return ArrayData(Batch(x, y.to(device), move(weight), move(observed)), count)
+
+
+def _is_source(data: Any) -> bool:
+    return isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _length(data: Any) -> tuple[int | None, bool]:
+    """The number of examples that a data set or a loader draws from, where it is known, and whether that is certain.
+
+    A sampler of a part of the data set, such as `SubsetRandomSampler`, counts for its own length; a loader without a batch size
+    yields batches that somebody else has made, of a number of examples that nobody has said.
+    """
+    if not isinstance(data, DataLoader):
+        length = len(data) if hasattr(data, "__len__") else None
+        return length, length is not None and not isinstance(data, IterableDataset)
+    if data.batch_sampler is None:
+        return None, False
+    length, certain = _length(data.dataset)
+    sampler = data.sampler
+    if isinstance(data.dataset, IterableDataset) or isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return length, certain and type(data.batch_sampler) is BatchSampler
+    partial = hasattr(sampler, "__len__") and not isinstance(sampler, (WeightedRandomSampler, DistributedSampler))
+    return len(sampler) if partial else length, False  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from plausible.data import ArrayData, Batch, Data, as_data, select_rows
 from plausible.engine import Checkpoint, DivergenceError, Options
 from plausible.likelihoods import Likelihood, infer
 from plausible.methods import Method, create
-from plausible.model import Model, Where
+from plausible.model import Model
+from plausible.networks import Where, check_network
 from plausible.posterior import Posterior
 from plausible.priors import Prior, as_prior
 
@@ -73,15 +75,16 @@ def fit(
 
     """
     method = create(method)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    seed = _as_seed(seed)
+    if callable(callbacks) or not all(callable(callback) for callback in callbacks):
+        raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     target = choose_device(network.network if isinstance(network, Model) else network, device)
     with random.isolated(seed, target):
         model, prepared = _prepare(
             network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
         )
         if init is not None:
-            model = continuing(model, init)
+            model = continuing(model, init, method.members or 1)
         options = Options(
             seed=seed, compile=compile, progress=progress, callbacks=tuple(callbacks),
             checkpoint=_as_checkpoint(checkpoint),
@@ -108,10 +111,19 @@ def fit(
     return method.posterior(model, fitted)
 
 
+def _as_seed(seed: Any) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or number < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    return number
+
+
 def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
     """None: where the network is; "auto": the best there is; anything else is checked."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+    check_network(network)
     if device is None:
         first = next(iter(network.parameters()), None)
         return torch.device("cpu") if first is None else first.device
@@ -151,14 +163,21 @@ def _prepare(
     module = network.network if isinstance(network, Model) else network
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if first is None else first.dtype
+    if likelihood is not None and not isinstance(likelihood, Likelihood):
+        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
+        raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
     prepared = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
     example = _example(prepared)
     if isinstance(network, Model):
-        if any(v is not None for v in (likelihood, prior, where, output)):
-            raise ValueError("a Model brings its own likelihood, prior, where and output: leave those arguments out")
+        if any(v is not None for v in (likelihood, prior, where, output, precision)):
+            raise ValueError(
+                "a Model brings its own likelihood, prior, where, output and precision: leave those arguments out"
+            )
         model = network.to(device)
         if model.num_data != prepared.num_data:
             raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
+        with torch.no_grad():
+            model.check_inputs(example.x)
     else:
         if likelihood is None:
             likelihood = infer(example.y)
@@ -167,9 +186,6 @@ def _prepare(
                 likelihood,
                 str(example.y.dtype).removeprefix("torch."),
             )
-        elif not isinstance(likelihood, Likelihood):
-            hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
-            raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
         if prior is None:
             log.info("prior: Gaussian(scale=1.0) on every weight, the default")
         model = Model.build(
@@ -181,8 +197,7 @@ def _prepare(
         shape = torch.Size((prepared.num_data, *model.output_shape))
         targets = model.likelihood.check(shape, batch.y, mask=batch.mask)
         return model, ArrayData(batch._replace(y=targets), prepared.num_data)
-    shape = model.output_shape
-    check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *shape)), y, mask=mask)  # noqa: E731
+    check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)  # noqa: E731
     return model, replace(prepared, check=check)
 
 
@@ -213,35 +228,47 @@ def _as_checkpoint(checkpoint: str | Path | Checkpoint | None) -> Checkpoint | N
     return Checkpoint(checkpoint)
 
 
-def continuing(model: Model, earlier: Posterior) -> Model:
-    """The model at the last draw of an earlier posterior (ensembles take one draw for each member)."""
+def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
+    """The model at the last draw of an earlier posterior; the members of an ensemble start at draws of their own.
+
+    Those are the last states of the earlier chains or members, or, of a single chain, draws spread evenly over it.
+    """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
     from plausible.posterior import DrawsPosterior
 
     if isinstance(earlier, DrawsPosterior):
-        rows = (
-            list(range(len(earlier.store)))[-earlier.chains :]
-            if earlier.chains > 1
-            else list(range(len(earlier.store)))
-        )
+        total = len(earlier.store)
+        if earlier.chains > 1:
+            rows = list(range(total - earlier.chains, total))
+        else:
+            rows = sorted({round(total * (k + 1) / members) - 1 for k in range(members)} - {-1})
         draws = earlier.store.get(rows, earlier.device)
     else:
         draws = earlier.weights()
     for name, value in model.initial.items():
+        found = "is missing there" if name not in draws else f"has shape {tuple(draws[name].shape[1:])} there"
         if name not in draws or draws[name].shape[1:] != value.shape:
-            raise ValueError(f"init does not fit this network: {name!r} is missing there or has another shape")
-    draws = {name: value.to(next(iter(model.initial.values())).device) for name, value in draws.items()}
-    last = {name: value[-1] for name, value in draws.items()}
-    return model.starting_at(last, draws)
+            raise ValueError(f"init does not fit this network: {name!r} {found}, expected shape {tuple(value.shape)}")
+    for name in draws:
+        if name in model.initial or name in model.buffers or name.startswith("likelihood."):
+            continue
+        raise ValueError(
+            f"init does not fit this network: {name!r} was inferred or trained there and is not trained here; to hold "
+            "weights at their earlier values use where= instead of requires_grad=False"
+        )
+    fitting = {**model.initial, **model.buffers}
+    draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}
+    return model.starting_at({name: value[-1] for name, value in draws.items()}, draws)
 
 
 def _identity(method: Method, model: Model, data: Data, seed: int) -> dict[str, Any]:
     """What must agree for a checkpoint to be this run's."""
     fixed = hashlib.blake2b(digest_size=8)
-    for name, value in model.network.named_parameters():
-        if name not in model.initial:
-            fixed.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for name, value in (*model.network.named_parameters(), *model.network.named_buffers()):
+        if name not in model.initial and name not in model.buffers:
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            fixed.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
     return {
         "method": serialise.encode(method, strict=False),
         "likelihood": serialise.encode(model.likelihood, strict=False),

@@ -9,11 +9,9 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +21,26 @@ from torch.func import functional_call
 from plausible import weights as tree
 from plausible.data import Batch, as_inputs, num_rows, take
 from plausible.likelihoods import Likelihood
+from plausible.networks import (
+    OutputError,
+    Where,
+    carry_over,
+    check_parameters,
+    choose,
+    describe,
+    how_to_call,
+    last_uses,
+    layer,
+    private_copy,
+    reset_of,
+    slots,
+)
 from plausible.optimisers import transformed
 from plausible.priors import Prior
 from plausible.weights import Weights
 
 log = logging.getLogger("plausible")
-Where = str | Sequence[str] | Callable[..., bool] | None
+_private_copy = private_copy
 
 
 class Joint(NamedTuple):
@@ -81,8 +93,8 @@ class Model:
         self.seed, self.evaluated = seed, evaluated
         self.points = tuple(name for name in initial if name not in random)
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
-        self._spread = _how_to_call(network)
-        self._slots = _slots(network)
+        self._spread = how_to_call(network)
+        self._slots = slots(network)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building
@@ -104,9 +116,9 @@ class Model:
         """Copy the network, run it on `example`, check shapes, and decide which weights are random."""
         if output is not None and not callable(output):
             raise TypeError(f"output must be a function of what the network returns, got {output!r}")
-        private = _private_copy(network).to(device)
+        private = private_copy(network).to(device)
         parameters = {n: p.detach().clone() for n, p in private.named_parameters() if p.requires_grad}
-        _check_parameters(parameters)
+        check_parameters(parameters)
         # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
         modes = {n: m.training for n, m in network.named_modules()}
         evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
@@ -145,21 +157,13 @@ class Model:
         variables = weights if weights is not None else {**self.initial, **self.buffers}
         try:
             outputs = self.outputs(variables, x, train=train)
-        except _OutputError:
+        except OutputError:
             raise
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            KeyError,
-            NotImplementedError,
-        ) as error:
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
             hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" * whole
             raise ValueError(
-                f"network could not be run on the inputs x ({_describe(x)})" + " in training mode" * train
+                f"network could not be run on the inputs x ({describe(x)})" + " in training mode" * train
                 + f": {type(error).__name__}: {error}{hint}"
             ) from error  # fmt: skip
         rows = num_rows(x)
@@ -181,7 +185,7 @@ class Model:
         leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
         with torch.enable_grad():
             outputs = self.check_inputs(example.x, weights=leaves)
-        uses = _uses(outputs, leaves)
+        uses = last_uses(outputs, leaves)
         if not uses:
             raise ValueError(
                 "the network's weights do not influence its output (is the forward pass under torch.no_grad, or are "
@@ -207,7 +211,7 @@ class Model:
         holders = {id(holder) for holder, _ in self._slots[weight]}
         return tuple(
             name for name in self.initial
-            if _layer(name) == _layer(weight) or any(id(holder) in holders for holder, _ in self._slots.get(name, ()))
+            if layer(name) == layer(weight) or any(id(holder) in holders for holder, _ in self._slots.get(name, ()))
         )  # fmt: skip
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -217,12 +221,11 @@ class Model:
         arguments, keywords = self._spread(x)
         if transformed():
             own = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
-            result = functional_call(
-                self.network, own, arguments, keywords
-            )  # leaves what was assigned to buffers in own
+            result = functional_call(self.network, own, arguments, keywords)
             if self.network.training:
-                for name in own.keys() - self.initial.keys():
-                    _carry_over(variables[name], own[name])
+                for name, left in own.items():  # where functional_call leaves what the network assigned to its buffers
+                    if name not in self.initial:
+                        carry_over(variables[name], left)
             return result
         # Eager: put the tensors straight into the private copy; functional_call costs about 100 µs a call.
         kept = []
@@ -233,9 +236,10 @@ class Model:
         try:
             result = self.network(*arguments, **keywords)
             if self.network.training:
-                for key in variables.keys() - self.initial.keys():
-                    holder, name = self._slots[key][0]
-                    _carry_over(variables[key], holder[name])
+                for key, value in variables.items():
+                    if key not in self.initial and key in self._slots:
+                        holder, name = self._slots[key][0]
+                        carry_over(value, holder[name])
             return result
         finally:
             for holder, name, value in kept:
@@ -260,7 +264,7 @@ class Model:
             result = self._pick(result)
         if not isinstance(result, Tensor):
             hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"
-            raise _OutputError(
+            raise OutputError(
                 f"network returned {type(result).__name__}, expected a tensor: say which part is f(x) with output=, "
                 f"for example output={hint}"
             )
@@ -271,7 +275,7 @@ class Model:
         try:
             return self.output(result)
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise _OutputError(
+            raise OutputError(
                 f"output= failed on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
             ) from error
 
@@ -402,7 +406,7 @@ class Model:
         with torch.random.fork_rng(devices=list(devices)):
             torch.manual_seed(seed)
             for module in network.modules():
-                if (reset := _reset_of(module)) is not None:
+                if (reset := reset_of(module)) is not None:
                     reset()
         fresh = {n: p.detach().clone() for n, p in network.named_parameters() if n in self.initial}
         return {name: fresh.get(name, value).clone() for name, value in self.initial.items()}
@@ -411,7 +415,7 @@ class Model:
         """Names of trained parameters whose module has no `reset_parameters` that can be called without arguments."""
         names = []
         for prefix, module in self.network.named_modules():
-            if _reset_of(module) is not None:
+            if reset_of(module) is not None:
                 continue
             names += [f"{prefix}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
         return [name for name in names if name in self.initial]
@@ -428,174 +432,5 @@ class Model:
         return torch.stack(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Helpers
-
-
 def _first(weights: Mapping[str, Tensor]) -> Tensor:
     return next(iter(weights.values()))
-
-
-def _describe(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"shape {tuple(x.shape)}, {x.dtype}"
-    if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in x.items()) + "}"
-    if isinstance(x, (tuple, list)):
-        return "(" + ", ".join(_describe(v) for v in x) + ")"
-    return type(x).__name__
-
-
-class _OutputError(TypeError):
-    """What the network returned is not, or does not contain, the outputs."""
-
-
-def check_network(network: nn.Module) -> None:
-    """Refuse what cannot be fitted: not a module, lazy parameters, tensors without values or on several devices."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
-    held = [*network.named_parameters(), *network.named_buffers()]
-    lazy = [
-        n for n, v in held if isinstance(v, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    ]
-    if lazy:
-        raise ValueError(f"network has lazy parameters ({lazy[0]}, …): run it once on an example before fitting")
-    empty = [n for n, v in held if v.is_meta]
-    if empty:
-        raise ValueError(
-            f"network has tensors without values, on the meta device ({empty[0]}, …): materialise it with "
-            "network.to_empty(device='cpu') and initialise or load its weights before fitting"
-        )
-    devices = {p.device for p in network.parameters()}
-    if len(devices) > 1:
-        raise ValueError(f"network has parameters on several devices ({', '.join(map(str, devices))}): move it to one")
-
-
-def _private_copy(network: nn.Module) -> nn.Module:
-    check_network(network)
-    try:
-        return copy.deepcopy(network).eval()
-    except Exception as error:  # whatever a module's __deepcopy__ or __reduce__ may raise
-        raise ValueError(
-            f"network cannot be copied ({error}); modules must support copy.deepcopy so that yours is never changed"
-        ) from error
-
-
-def _check_parameters(parameters: Weights) -> None:
-    if not parameters:
-        raise ValueError(
-            "network has no trainable parameters: nothing can be inferred "
-            "(all have requires_grad=False, or there are none)"
-        )
-    for name, value in parameters.items():
-        if name.startswith("likelihood."):
-            raise ValueError(
-                f"network parameter {name!r}: names that begin with 'likelihood.' belong to the likelihood's own weights; "
-                "rename that submodule"
-            )
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"network parameter {name!r} contains NaN or infinity before any training")
-
-
-def _uses(outputs: Tensor, leaves: Weights) -> dict[str, int]:
-    """For each leaf that influences the outputs, the number in the order of execution of the last operation that used it."""
-    names = {id(leaf): name for name, leaf in leaves.items()}
-    found: dict[str, int] = {}
-    todo, seen = [outputs.grad_fn], {outputs.grad_fn}
-    while todo:
-        node = todo.pop()
-        for source, _ in node.next_functions if node is not None else ():
-            name = names.get(id(getattr(source, "variable", None)))
-            if name is not None:
-                found[name] = max(found.get(name, -1), node._sequence_nr())  # type: ignore[union-attr]
-            elif source is not None and source not in seen:
-                seen.add(source)
-                todo.append(source)
-    return found
-
-
-def _layer(name: str) -> str:
-    """The layer that a parameter belongs to; what a parametrisation holds belongs to the layer that it parametrises."""
-    head, parametrised, _ = name.partition("parametrizations.")
-    return head.rstrip(".") if parametrised else name.rpartition(".")[0]
-
-
-def _carry_over(given: Tensor, left: Tensor) -> None:
-    """Write a buffer that the network assigned anew, instead of updating it in place, into the tensor that was given."""
-    if left is not given:
-        given.copy_(left.detach())
-
-
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """The module's own way to initialise its parameters, where that needs no arguments."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, name, None)
-        if callable(reset):
-            arguments = inspect.signature(reset).parameters.values()
-            if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in arguments):
-                return reset
-    return None
-
-
-def _slots(network: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """For each parameter and buffer name all the places that hold it (tied weights have several)."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in network.modules():
-        for holder in (module._parameters, module._buffers):
-            for name, value in holder.items():
-                if value is not None:
-                    places.setdefault(id(value), []).append((holder, name))
-    named = [*network.named_parameters(), *network.named_buffers()]
-    return {name: places[id(value)] for name, value in named}
-
-
-def _how_to_call(network: nn.Module) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """How inputs reach `forward`: tensors as they are, tuples as arguments, dicts as keywords, where `forward` takes them."""
-    parameters = inspect.signature(network.forward).parameters
-    kinds = inspect.Parameter
-    positional = sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-    many = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
-    any_keyword = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-    names = {n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
-
-    def spread(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(x, Mapping) and (any_keyword or set(x) <= names):
-            return (), dict(x)
-        if isinstance(x, (tuple, list)) and (many or len(x) <= positional):
-            return tuple(x), {}
-        return (x,), {}
-
-    return spread
-
-
-def choose(weights: Weights, where: Where, last: Sequence[str]) -> tuple[str, ...]:
-    """The names that `where` makes random: None all, "last" those of the last layer that ran, patterns, or a predicate."""
-    names = ", ".join(weights)
-    if where is None or (isinstance(where, str) and where == "all"):
-        return tuple(weights)
-    if isinstance(where, str) and where == "last":
-        chosen = [n for n in weights if n in last or n.startswith("likelihood.")]
-    elif callable(where):
-        both = _takes_weight(where)
-        chosen = [n for n, w in weights.items() if (where(n, w) if both else where(n))]
-    else:
-        patterns = [where] if isinstance(where, str) else list(where) if isinstance(where, Iterable) else [where]
-        for pattern in patterns:
-            if not isinstance(pattern, str):
-                raise TypeError(f"where must be name patterns, 'last' or a predicate of the name, got {pattern!r}")
-            if not any(fnmatchcase(n, pattern) for n in weights):
-                raise ValueError(f"where={pattern!r} matches no weight; the names are {names}")
-        chosen = [n for n in weights if any(fnmatchcase(n, pattern) for pattern in patterns)]
-    if not any(not n.startswith("likelihood.") for n in chosen):
-        raise ValueError(f"where={where!r} makes no weight of the network random; the names are {names}")
-    return tuple(chosen)
-
-
-def _takes_weight(predicate: Callable[..., bool]) -> bool:
-    """Whether a predicate wants the weight beside the name: it has two arguments, or needs two."""
-    try:
-        arguments = list(inspect.signature(predicate).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    needed = [p for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(arguments) == 2 or len(needed) == 2

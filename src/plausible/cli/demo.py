@@ -106,6 +106,8 @@ def run(out: Path, quick: bool = False, seed: int = 0, force: bool = False) -> N
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name or 'demo'}."))
     console = Console(markup=False, highlight=False, emoji=False)
     begin = time.perf_counter()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # networks this small gain nothing from more, and lose much where other programs want the cores
     try:
         from plausible.cli import demo_page
 
@@ -120,6 +122,7 @@ def run(out: Path, quick: bool = False, seed: int = 0, force: bool = False) -> N
         (folder / MARKER).write_text(json.dumps({"files": names}) + "\n", encoding="utf-8")
         _publish(folder, out, names, earlier)
     finally:
+        torch.set_num_threads(threads)
         shutil.rmtree(folder, ignore_errors=True)
     console.print(f"done in {time.perf_counter() - begin:.0f} s")
     console.print(f"open {out / 'index.html'} in a browser", soft_wrap=True)

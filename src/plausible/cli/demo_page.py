@@ -122,7 +122,8 @@ def faces(problem: Problem, outcome: Outcome, count: int = 5) -> tuple[Draw, str
     rows = (("least confident", order[::-1][:count]), ("most confident", order[:count]))
 
     def draw(figure: Figure, theme: Theme) -> None:
-        for part, (heading, chosen) in zip(np.ravel(figure.subfigures(2, 1)), rows):
+        parts: Any = figure.subfigures(2, 1)
+        for part, (heading, chosen) in zip(parts, rows):
             part.set_facecolor(theme.paper)
             part.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
             for axes, index in zip(part.subplots(1, count), chosen):

@@ -14,9 +14,9 @@ import torch
 
 Mode = Literal["eager", "captured", "compiled", "compiled+captured"]
 
-# Steps above which a compiled step repays its compilation on a CPU (docs/performance.md), for steps of one model and of stacked
-# ones, by number of weights per model: small steps are ruled by overhead, which compiling removes; large ones by arithmetic.
-CPU_BREAK_EVEN = ((20_000, 60_000, 12_000), (2_000_000, 200_000, 20_000))
+# Steps above which compiling repays itself on a CPU (docs/performance.md): (weights per model, for one model, for stacked ones).
+# Small steps are ruled by overhead, which compiling removes; large ones by arithmetic, which it leaves.
+CPU_BREAK_EVEN = ((20_000, 20_000, 4_000), (2_000_000, 40_000, 4_000))
 CAPTURE_BREAK_EVEN = 200
 CUDA_COMPILE_BREAK_EVEN = 20_000
 

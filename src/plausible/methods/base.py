@@ -182,7 +182,7 @@ def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **sett
     return Plan(steps=method.epochs * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
 
 
-def create(method: str | Method, **settings: Any) -> Method:
+def create(method: str | Method, /, **settings: Any) -> Method:
     """A method from its name and settings, or the instance itself."""
     if isinstance(method, Method):
         if settings:

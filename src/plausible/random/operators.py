@@ -26,8 +26,8 @@ from .threefry import LANES, MASK, threefry
 
 # Each use of a key enciphers with another variation of it, so that a draw never repeats the bits of a derived key.
 _TAGS = {"normal": 0, "uniform": 0x2545F491, "fold": 0x6C078965, "epoch": 0x5BD1E995}
-_AHEAD = 32768  # numbers computed in one pass of small draws: 128 KiB
-_STREAMS = 64  # remembered streams: at most 8 MiB in all
+_AHEAD = 65536  # numbers computed in one pass of small draws: 256 KiB
+_STREAMS = 32  # remembered streams: at most 8 MiB in all
 
 
 def fold_words(k0: Any, k1: Any, datum: Any, tag: str = "fold") -> tuple[Any, Any]:
