@@ -34,6 +34,7 @@ class Flats(nn.Module):
         self.head = nn.Linear(32, 2)
 
     def forward(self, measurements: Tensor, district: Tensor) -> Outcome:
+        """The names of the arguments are the keys of the inputs."""
         hidden = self.body(torch.cat([measurements, self.embedding(district)], 1))
         return Outcome(self.head(hidden), hidden)
 

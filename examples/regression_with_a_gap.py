@@ -17,23 +17,23 @@ import plausible as pl
 
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.cat([torch.linspace(-3, -1, 40), torch.linspace(1, 3, 40)])[:, None]
+    x = torch.cat([torch.linspace(-3, -1, 20), torch.linspace(1, 3, 20)])[:, None]
     return x, torch.sin(2 * x) + 0.2 * torch.randn(x.shape, generator=generator)
 
 
 def fit_all(x: Tensor, y: Tensor, scale: float) -> dict[str, pl.Posterior]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
-    likelihood = pl.likelihoods.Gaussian(scale=0.2)
-    prior = {"*.bias": pl.priors.Gaussian(2.0), "*": pl.priors.FanIn(pl.priors.Gaussian(3.0))}
-    point = pl.MAP(epochs=int(600 * scale), lr=pl.schedules.Cosine(0.03))
-    chain = pl.SGLD(epochs=int(3000 * scale), batch_size=None, lr=3e-5, burn_in=0.3)
+    likelihood = pl.likelihoods.Gaussian(scale=0.2)  # the noise is taken as known
+    point = pl.MAP(epochs=int(500 * scale), lr=pl.schedules.Cosine(0.05))
+    chain = pl.SGLD(epochs=int(4000 * scale), batch_size=None, lr=6e-5, burn_in=0.25)
 
-    def fit(method: pl.Method, start: pl.Posterior | None = None) -> pl.Posterior:
-        return pl.fit(net, (x, y), method, likelihood=likelihood, prior=prior, init=start)
-
-    at_mode = fit(point)
-    return {"MAP": at_mode, "Ensemble": fit(pl.Ensemble(point, members=5)), "SGLD": fit(chain, start=at_mode)}
+    at_mode = pl.fit(net, (x, y), point, likelihood=likelihood)
+    return {
+        "MAP": at_mode,
+        "Ensemble": pl.fit(net, (x, y), pl.Ensemble(point, members=8, init="prior"), likelihood=likelihood),
+        "SGLD": pl.fit(net, (x, y), chain, likelihood=likelihood, init=at_mode),
+    }
 
 
 def plot(posteriors: dict[str, pl.Posterior], x: Tensor, y: Tensor, path: Path) -> None:
@@ -47,12 +47,10 @@ def plot(posteriors: dict[str, pl.Posterior], x: Tensor, y: Tensor, path: Path) 
     for axis, (name, posterior) in zip(axes, posteriors.items()):
         pred = posterior.predict(grid)
         low, high = pred.interval(0.9)
-        spread = 1.645 * pred.epistemic.sqrt()
-        axis.fill_between(grid[:, 0], low[:, 0], high[:, 0], alpha=0.2, label="90 % interval")
-        axis.fill_between(
-            grid[:, 0], (pred.mean - spread)[:, 0], (pred.mean + spread)[:, 0], alpha=0.4, label="epistemic part"
-        )
-        axis.plot(grid, pred.mean)
+        axis.fill_between(grid[:, 0], low[:, 0], high[:, 0], alpha=0.2, label="90 % of the targets")
+        axis.plot(grid, posterior.functions(grid, 8)[:, :, 0].T, "C1", linewidth=0.5)
+        axis.plot(grid, pred.mean, "C0", label="mean")
+        axis.plot([], [], "C1", linewidth=0.5, label="draws of f")
         axis.plot(x, y, "k.", markersize=3)
         axis.set(title=name, xlabel="x", ylim=(-4, 4))
     axes[0].legend(loc="lower left")
@@ -70,7 +68,7 @@ def main(quick: bool = False) -> None:
     values = {name: posterior.predict(inputs).epistemic.sqrt() for name, posterior in posteriors.items()}
     for row, place in enumerate(places):
         print(f"{place:26}" + "".join(f"{float(value[row, 0]):10.3f}" for value in values.values()))
-    print("SGLD chain:", posteriors["SGLD"].diagnostics(inputs))
+    print("SGLD chain at these inputs:", posteriors["SGLD"].diagnostics(inputs))
     if importlib.util.find_spec("matplotlib"):
         plot(posteriors, x, y, Path("regression_with_a_gap.png"))
 

@@ -156,7 +156,9 @@ def test_a_cosine_rate_is_that_of_torch() -> None:
         (-joint / len(x)).backward()
         optimiser.step()
         schedule.step()
-    torch.testing.assert_close(_solution(posterior).float(), torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+    torch.testing.assert_close(
+        _solution(posterior).float(), torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    )
 
 
 def test_classification_reaches_the_optimum_of_the_penalised_likelihood() -> None:

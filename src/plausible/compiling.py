@@ -17,8 +17,8 @@ torch.library.register_vmap(
 def hold(value: Tensor) -> Tensor:
     """The value itself, computed once where a compiled CPU step would compute it again for every weight it multiplies.
 
-    The compiler inlines scalar expressions, such as a learning rate with its sine or Adam's corrections with their exponentials, into the
-    loops over the weights. This is a call that it cannot look into. Elsewhere it does nothing.
+    The compiler inlines scalar expressions (a learning rate with its sine, Adam's corrections with their exponentials) into
+    the loops over the weights. This is a call that it cannot look into. Elsewhere it does nothing.
     """
     if torch.compiler.is_compiling() and value.device.type == "cpu":
         return torch.ops.plausible.hold(value)

@@ -36,7 +36,7 @@ class StudentT(distributions.StudentT):
         distributions.Distribution.__init__(self, self.df.shape, validate_args=False)
 
     @property
-    def _chi2(
+    def _chi2(  # type: ignore[override]
         self,
     ) -> distributions.Chi2:  # only to sample: its constructor copies from the host, which no graph can capture
         return distributions.Chi2(self.df, validate_args=False)

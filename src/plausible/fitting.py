@@ -254,8 +254,8 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
         if name in model.initial or name in model.buffers or name.startswith("likelihood."):
             continue
         raise ValueError(
-            f"init does not fit this network: {name!r} was inferred or trained there and is not trained here; to hold "
-            "weights at their earlier values use where= instead of requires_grad=False"
+            f"init does not fit this network: {name!r} was learned there and is fixed here; fit the same network, and hold "
+            "weights by where= instead of requires_grad=False"
         )
     fitting = {**model.initial, **model.buffers}
     draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}

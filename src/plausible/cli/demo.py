@@ -107,7 +107,9 @@ def run(out: Path, quick: bool = False, seed: int = 0, force: bool = False) -> N
     console = Console(markup=False, highlight=False, emoji=False)
     begin = time.perf_counter()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks this small gain nothing from more, and lose much where other programs want the cores
+    torch.set_num_threads(
+        1
+    )  # networks this small gain nothing from more, and lose much where other programs want the cores
     try:
         from plausible.cli import demo_page
 

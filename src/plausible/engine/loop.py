@@ -147,6 +147,7 @@ class _Run:
         self.device = next(iter(model.initial.values())).device
         self.history: dict[str, list[float]] = {}
         self.sums: dict[str, float] = {}
+        self.stale: Tensor | None = None
         self.done = 0
         self.seconds = 0.0
 
@@ -347,19 +348,23 @@ class _Run:
         return f"{name.replace('_', ' ')} {value:,.1f}" if abs(value) < 1e7 else f"{name.replace('_', ' ')} {value:.3g}"
 
     def _validate(self, stepper: Stepper) -> bool:
-        """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members."""
+        """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members.
+
+        A member whose patience has run out is not judged again, however long the others train.
+        """
         if self.held is None or self.done % self.plan.per_epoch or self.plan.patience is None:
             return False
         total = accumulate(lambda batch: self.method.held_out(self.model, stepper.state, batch), self.held)
         value = total / self.held.num_data
-        new, stale = self.method.validated(stepper.state, value)
+        over = torch.zeros_like(value, dtype=torch.bool) if self.stale is None else self.stale >= self.plan.patience
+        new, self.stale = self.method.validated(stepper.state, torch.where(over, -torch.inf, value))
         if isinstance(stepper.state, tuple) and self.mode != "eager":
             copy_into(stepper.state, new)
         else:
             stepper.state = new
         self.state = stepper.state
         self.history.setdefault("held_out_log_likelihood", []).append(float(value.mean()))
-        return bool((stale >= self.plan.patience).all())
+        return bool((self.stale >= self.plan.patience).all())
 
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints
@@ -376,6 +381,7 @@ class _Run:
             "seconds": self.seconds,
             "mode": self.mode,
             "pass_position": position,
+            "stale": None if self.stale is None else self.stale.tolist(),
         }
         self.keeper.save(self.done, self.state, self.writer, record, states, finished=finished)
 
@@ -387,6 +393,7 @@ class _Run:
         self.sums = {n: float(v) for n, v in record["sums"].items()}
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
+        self.stale = None if record["stale"] is None else torch.tensor(record["stale"], device=self.device)
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
     def _fitted(self, interrupted: bool) -> Fitted:

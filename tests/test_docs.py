@@ -1,0 +1,220 @@
+"""The documentation is true: its code runs, its links lead somewhere, its tables say what the classes say."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import plausible as pl
+from plausible import methods, optimisers, schedules, serialise
+from plausible.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+class Block(NamedTuple):
+    language: str
+    line: int
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start(3))
+        found.append(Block(match.group(2), line, textwrap.dedent(match.group(3))))
+    return found
+
+
+def table(page: Path, heading: str) -> list[list[str]]:
+    """The rows of the first table behind a heading, its head left out."""
+    text = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    first = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in first[2:] if set(row[0]) != {"-"}]
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary working folder with the tables that the pages speak of; what a page registers is forgotten."""
+    generator = torch.Generator().manual_seed(0)
+    for file, count in (("houses.csv", 60), ("new_houses.csv", 5)):
+        rows = ["rooms,area,district,price"]
+        for _ in range(count):
+            rooms, area, noise = torch.rand(3, generator=generator).tolist()
+            district = "north" if noise > 0.5 else "south"
+            rows.append(f"{1 + int(5 * rooms)},{30 + 100 * area:.1f},{district},{100 + 300 * area + 20 * noise:.2f}")
+        (tmp_path / file).write_text("\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    registers: tuple[dict[Any, Any], ...] = (methods.registry, serialise._classes, serialise._names)
+    before = [dict(register) for register in registers]
+    yield tmp_path
+    for register, content in zip(registers, before):
+        register.clear()
+        register.update(content)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_code_runs(page: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    for block in blocks(page):
+        if block.language == "python":
+            exec(compile("\n" * block.line + block.code, str(page), "exec", dont_inherit=True), module.__dict__)
+        for command in block.code.splitlines() if block.language == "bash" else ():
+            words = shlex.split(command, comments=True)
+            if words[:1] == ["plausible"] and words[1] != "demo":
+                result = CliRunner().invoke(app, words[1:])
+                assert result.exit_code == 0, f"{name(page)}: {command}\n{result.output}"
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=name)
+def test_example_runs(script: Path, own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "sklearn" in script.read_text():
+        pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    runpy.run_path(str(script), run_name="example")["main"](quick=True)
+    assert capsys.readouterr().out
+
+
+def test_every_example_is_in_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    assert [script.name for script in EXAMPLES if f"(../examples/{script.name})" not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target.partition("#")[0]).exists()] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs/index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index.read_text())}
+    assert [name(page) for page in PAGES if page not in linked and page != index] == []
+
+
+def test_the_rooms_of_the_design_exist() -> None:
+    page = ROOT / "docs/design.md"
+    rows = {row[0]: row[1] for row in table(page, "The rooms")}
+    listed = set()
+    for cell, content in rows.items():
+        for place in re.findall(r"`([^`]+)`", cell):
+            assert (ROOT / place).exists(), f"{place} does not exist"
+            listed.add(ROOT / place)
+            inside = re.findall(r"`(\w+\.py)`", content) if place.endswith("/") else []
+            assert [file for file in inside if not (ROOT / place / file).exists()] == []
+    source = ROOT / "src/plausible"
+    files = [path for path in source.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert [name(p) for p in files if p not in listed and p.name not in ("_version.py", "__main__.py")] == []
+
+
+# What the tables say
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    made = cls()
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(cls)}
+
+
+def value(cell: str) -> Any:
+    """A default as it is written in a table: `Cosine(5e-3)`."""
+    return eval(cell.strip("`"), {**vars(methods), **vars(schedules), **vars(optimisers), "math": math})
+
+
+def test_readme_lists_the_methods_that_are_registered() -> None:
+    rows = table(ROOT / "README.md", "Methods")
+    listed = {row[0].strip("`"): row[1] for row in rows}
+    assert set(listed) == set(methods.registry)
+    for key, cell in listed.items():
+        cls, page = re.fullmatch(r"\[`(\w+)`\]\((.+)\)", cell).groups()  # type: ignore[union-attr]
+        assert methods.registry[key].__name__ == cls
+        assert getattr(pl, cls) is methods.registry[key]
+        assert page == f"docs/methods/{key}.md"
+
+
+@pytest.mark.parametrize("method", sorted(methods.registry))
+def test_page_of_a_method_is_complete(method: str) -> None:
+    page = ROOT / f"docs/methods/{method}.md"
+    text = page.read_text()
+    for heading in ("Target", "Update", "Cost", "When it fails", "Settings", "Snippet", "Citation"):
+        assert f"\n## {heading}\n" in text, f"no heading {heading!r}"
+    stated = {row[0].strip("`"): value(row[1]) for row in table(page, "Settings")}
+    assert stated == defaults(methods.registry[method])
+
+
+@pytest.mark.parametrize("room", ["likelihoods", "priors"])
+def test_likelihoods_and_priors_are_listed_with_their_settings(room: str) -> None:
+    home = importlib.import_module(f"plausible.{room}")
+    base = {"likelihoods": "Likelihood", "priors": "Prior"}[room]
+    classes = {
+        key: cls
+        for key, cls in vars(home).items()
+        if isinstance(cls, type) and issubclass(cls, getattr(home, base)) and dataclasses.is_dataclass(cls)
+    }
+    classes = {key: cls for key, cls in classes.items() if not key.startswith("_")}
+    readme = (ROOT / "README.md").read_text()
+    rows = table(ROOT / "docs/likelihoods-and-priors.md", room.capitalize())
+    stated = {cell.partition("(")[0]: cell for cell in (row[0].strip("`") for row in rows)}
+    assert set(stated) == set(classes)
+    for key, cls in classes.items():
+        assert f"`{key}`" in readme
+        fields = dataclasses.fields(cls)
+        given = re.findall(r"(\w+)(?==)|\b(\w+)(?=[,)])", stated[key].partition("(")[2]) if fields else []
+        if all(field.default is not dataclasses.MISSING for field in fields):
+            assert eval(stated[key], {**vars(home), "math": math}) == cls()
+            assert [first for first, _ in given if first] == [field.name for field in fields]
+        else:
+            assert [second for _, second in given] == [field.name for field in fields]
+
+
+def test_names_that_the_docs_speak_of_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in set(re.findall(r"\bpl\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)", text)):
+            if path.split(".")[0] == "Walk":
+                continue  # the method that CONTRIBUTING.md writes
+            found: Any = pl
+            for part in path.split("."):
+                assert hasattr(found, part), f"{name(page)} speaks of pl.{path}"
+                found = getattr(found, part)
+
+
+def test_command_line_page_has_every_option() -> None:
+    text = (ROOT / "docs/command-line.md").read_text()
+    group: Any = typer.main.get_command(app)
+    known = {"--help", "--version", "--install-completion", "--show-completion"}
+    for command in group.commands.values():
+        assert f"`plausible {command.name}" in text
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) or hasattr(parameter, "secondary_opts"):
+                options = {o for o in (*parameter.opts, *parameter.secondary_opts) if o.startswith("--")}
+                known |= options
+                missing = [option for option in options - {"--help"} if f"`{option}" not in text]
+                assert missing == [], f"plausible {command.name} {missing}"
+    spoken = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    assert spoken - known == set()
