@@ -40,7 +40,7 @@ def plot(images: Tensor, captions: list[str], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(images), figsize=(2 * len(images), 2.4), layout="constrained")
     for axis, image, caption in zip(axes, images, captions):
-        axis.imshow(image.reshape(8, 8), cmap="gray_r")
+        axis.imshow(image.reshape(8, 8).numpy(), cmap="gray_r")
         axis.set_title(caption, fontsize=8)
         axis.axis("off")
     figure.savefig(path, dpi=120)

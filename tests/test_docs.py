@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import math
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 import types
@@ -15,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import pytest
 import torch
 import typer
@@ -90,6 +92,31 @@ def test_code_runs(page: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
             if words[:1] == ["plausible"] and words[1] != "demo":
                 result = CliRunner().invoke(app, words[1:])
                 assert result.exit_code == 0, f"{name(page)}: {command}\n{result.output}"
+
+
+FIRST = """
+import importlib, os, sys
+import torch, torch.distributions, torch.utils.data, rich.table, safetensors.torch  # once: the children share them
+for module in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        import plausible
+        try:
+            importlib.import_module(module) if module.startswith("plausible.") else getattr(plausible, module)
+        except BaseException as error:
+            print(f"{module}: {error!r}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_any_name_can_be_the_first_that_a_program_uses() -> None:
+    modules = [f"plausible.cli.{module}" for module in ("training", "prediction", "view")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", FIRST, *pl.__all__, *modules]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=name)
@@ -192,6 +219,26 @@ def test_likelihoods_and_priors_are_listed_with_their_settings(room: str) -> Non
             assert [second for _, second in given] == [field.name for field in fields]
 
 
+def test_arguments_of_fit_are_listed_with_their_defaults() -> None:
+    stated = {row[0].strip("`"): row[1].strip("`") for row in table(ROOT / "docs/fitting.md", "Arguments")}
+    known = inspect.signature(pl.fit).parameters
+    assert list(stated) == list(known)
+    for key, parameter in known.items():
+        assert stated[key] == (
+            "" if parameter.default is parameter.empty else repr(parameter.default).replace("'", '"')
+        )
+
+
+def test_readme_tables_of_posterior_and_predictive_name_what_there_is() -> None:
+    posterior = pl.fit(torch.nn.Linear(1, 1), (torch.zeros(4, 1), torch.zeros(4, 1)), pl.MAP(epochs=1), compile=False)
+    for row in table(ROOT / "README.md", "What a posterior gives"):
+        for member, arguments in re.findall(r"`(\w+)(?:\(([\w, ]*)\))?`", row[0]):
+            owners = [owner for owner in (posterior, pl.Predictive) if hasattr(owner, member)]
+            assert owners or member == "Predictive", f"neither Posterior nor Predictive has {member!r}"
+            expected = {word for word in arguments.split(", ") if word}
+            assert not expected or expected <= set(inspect.signature(getattr(owners[0], member)).parameters)
+
+
 def test_names_that_the_docs_speak_of_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -211,7 +258,7 @@ def test_command_line_page_has_every_option() -> None:
     for command in group.commands.values():
         assert f"`plausible {command.name}" in text
         for parameter in command.params:
-            if isinstance(parameter, click.Option) or hasattr(parameter, "secondary_opts"):
+            if parameter.param_type_name == "option":
                 options = {o for o in (*parameter.opts, *parameter.secondary_opts) if o.startswith("--")}
                 known |= options
                 missing = [option for option in options - {"--help"} if f"`{option}" not in text]

@@ -19,6 +19,11 @@ from plausible.schedules import Cosine
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def _data() -> tuple[Tensor, Tensor]:
     stream = torch.Generator().manual_seed(4)
     x = torch.randn(24, 2, generator=stream)
@@ -48,18 +53,18 @@ def _spread(posterior: pl.Posterior) -> dict[str, float]:
 
 def test_fresh_members_start_apart_and_in_the_range_of_the_layers_own_initialisation() -> None:
     net = _network()
-    weights = pl.fit(net, _data(), pl.Ensemble(STILL, members=200), **QUIET).weights()
+    weights = pl.fit(net, _data(), pl.Ensemble(STILL, members=100), **QUIET).weights()
     assert set(weights) == {"0.weight", "0.bias", "2.weight", "2.bias", "likelihood.log_scale"}
     for name, fan_in in [("0.weight", 2), ("0.bias", 2), ("2.weight", 6), ("2.bias", 6)]:
         values = weights[name].flatten()
         assert float(values.abs().max()) <= fan_in**-0.5 + 1e-6  # U(−1/√fan_in, 1/√fan_in) of nn.Linear
-        assert float(values.std()) == pytest.approx(fan_in**-0.5 / 3**0.5, rel=0.15)
-        assert len(torch.unique(weights[name][:, ...].flatten(1), dim=0)) == 200
+        assert float(values.std()) == pytest.approx(fan_in**-0.5 / 3**0.5, rel=0.2)
+        assert len(torch.unique(weights[name][:, ...].flatten(1), dim=0)) == 100
 
 
 def test_members_from_the_prior_have_its_spread() -> None:
     prior = pl.priors.Gaussian(scale=0.3)
-    weights = pl.fit(_network(), _data(), pl.Ensemble(STILL, members=200, init="prior"), prior=prior, **QUIET).weights()
+    weights = pl.fit(_network(), _data(), pl.Ensemble(STILL, members=100, init="prior"), prior=prior, **QUIET).weights()
     for value in weights.values():
         assert abs(float(value.std()) / 0.3 - 1) < 5 / (2 * value.numel()) ** 0.5
         assert abs(float(value.mean())) < 5 * 0.3 / value.numel() ** 0.5
@@ -211,7 +216,7 @@ class Branching(nn.Module):
         self.layer = nn.Linear(2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if float(self.layer.bias.sum()) > 0 else -self.layer(x)
+        return self.layer(x) if float(self.layer.bias.detach().sum()) > 0 else -self.layer(x)
 
 
 def test_networks_that_cannot_be_stacked_are_looped_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:

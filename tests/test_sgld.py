@@ -24,6 +24,11 @@ Z = 5.0
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 class Columns(nn.Module):
     """f(x) = θ for every example: [B, COLUMNS]."""
 

@@ -44,6 +44,7 @@ LIGHT = Theme("#ffffff", "#24292f", "#8a9199", "#1f5f99", "#cfe0f0", "#94bbdf", 
 DARK = Theme("#1d2126", "#dfe3e8", "#858d96", "#8cc4f2", "#2b435a", "#41688e", "#ff8a5c")
 
 Draw = Callable[["Figure", Theme], None]
+DPI = 180
 
 
 class Plots:
@@ -67,7 +68,7 @@ class Plots:
                 "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
             }  # fmt: skip
             with rc_context(settings):
-                figure = Figure(figsize=size, dpi=160, facecolor=theme.paper, layout="constrained")
+                figure = Figure(figsize=size, dpi=DPI, facecolor=theme.paper, layout="constrained")
                 FigureCanvasAgg(figure)
                 draw(figure, theme)
                 buffer = io.BytesIO()
@@ -75,7 +76,7 @@ class Plots:
             images.append(buffer.getvalue())
         (self.folder / f"{name}.png").write_bytes(images[0])
         light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images)
-        wide, high = round(160 * size[0]), round(160 * size[1])
+        wide, high = round(DPI * size[0]), round(DPI * size[1])
         return (
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
             f'<img src="{light}" width="{wide}" height="{high}" alt="{html.escape(alt)}"></picture>'
@@ -105,7 +106,7 @@ def bands(problem: Problem, outcome: Outcome, limits: tuple[float, float], sprea
         above.text(
             0, limits[0] + 0.03 * (limits[1] - limits[0]), "gap: no data", ha="center", fontsize=9, color=theme.ink
         )
-        above.legend(loc="upper center", ncols=5, fontsize=8, columnspacing=1.0, handlelength=1.2, handletextpad=0.4)
+        above.legend(loc="upper center", ncols=5, fontsize=8, columnspacing=0.9, handlelength=1.2, handletextpad=0.4)
         below.fill_between(grid, 0, a["epistemic"], color=theme.alarm, alpha=0.55, linewidth=0, label="epistemic")
         below.plot(grid, a["aleatoric"], color=theme.ink, linewidth=1.2, linestyle=":", label="noise")
         below.set(ylim=(0, spread), xlabel="x", ylabel="std")
@@ -122,12 +123,15 @@ def faces(problem: Problem, outcome: Outcome, count: int = 5) -> tuple[Draw, str
     rows = (("least confident", order[::-1][:count]), ("most confident", order[:count]))
 
     def draw(figure: Figure, theme: Theme) -> None:
+        from matplotlib.colors import LinearSegmentedColormap
+
+        shades = LinearSegmentedColormap.from_list("digits", [theme.paper, theme.ink])
         parts: Any = figure.subfigures(2, 1)
         for part, (heading, chosen) in zip(parts, rows):
             part.set_facecolor(theme.paper)
             part.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
             for axes, index in zip(part.subplots(1, count), chosen):
-                axes.imshow(images[index], cmap="gray_r" if theme is LIGHT else "gray", vmin=0, vmax=1)
+                axes.imshow(images[index], cmap=shades, vmin=0, vmax=1)
                 axes.set(xticks=[], yticks=[])
                 axes.spines[:].set_visible(False)
                 wrong = bool(a["wrong"][index])
@@ -179,12 +183,8 @@ def reliability(problem: Problem, outcome: Outcome, bins: int = 10) -> tuple[Dra
     points = []
     for b in range(bins):
         if count := int((which == b).sum()):
-            share, z2 = right[which == b].mean(), 1.645**2
-            centre = (share + z2 / (2 * count)) / (1 + z2 / count)
-            half = np.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
-            points.append(
-                (confidence[which == b].mean(), share, max(0.0, centre - half), min(1.0, centre + half), count)
-            )
+            share = float(right[which == b].mean())
+            points.append((confidence[which == b].mean(), share, *wilson(share, count), count))
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -192,14 +192,19 @@ def reliability(problem: Problem, outcome: Outcome, bins: int = 10) -> tuple[Dra
         for said, share, low, high, count in points:
             axes.plot([said, said], [low, high], color=theme.narrow, linewidth=2)
             axes.plot(said, share, marker="o", markersize=6, color=theme.main)
-            axes.annotate(
-                f"{count}", (said, low), (0, -9), textcoords="offset points", ha="center", va="center", fontsize=8
-            )
-        axes.set(xlim=(0, 1.04), ylim=(-0.08, 1.04), xlabel="stated probability", ylabel="share right", aspect="equal")
+            axes.text(said, -0.07, f"{count}", ha="center", va="center", fontsize=8)
+        axes.set(xlim=(0, 1.04), ylim=(-0.12, 1.04), xlabel="stated probability", ylabel="share right", aspect="equal")
 
     total = len(problem.test[1])
     alt = ", ".join(f"said {said:.0%}, right {share:.0%} ({count} of {total})" for said, share, _, _, count in points)
     return draw, alt
+
+
+def wilson(share: float, count: int, z: float = 1.6449) -> tuple[float, float]:
+    """(s + z²/2n ± z √(s(1 − s)/n + z²/4n²)) / (1 + z²/n), the interval of Wilson (1927) for a share s of n; 90 %."""
+    shrink, centre = 1 + z * z / count, share + z * z / (2 * count)
+    half = z * np.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
 
 
 def _percent(share: float) -> str:
@@ -263,7 +268,9 @@ def _bands(plots: Plots, problem: Problem, outcomes: Sequence[Outcome]) -> str:
         alt = f"Predictions of {outcome.entry.label} with 50 % and 90 % bands over 60 data points; {caption}."
         draw = bands(problem, outcome, limits, 1.45 * min(top, 2.0))
         figures.append(
-            _figure(plots.picture(f"regression-{outcome.entry.key}", (5, 4), draw, alt), outcome.entry.label, caption)
+            _figure(
+                plots.picture(f"regression-{outcome.entry.key}", (4.5, 3.8), draw, alt), outcome.entry.label, caption
+            )
         )
     return _grid(figures)
 
@@ -284,7 +291,7 @@ def _entropies(plots: Plots, outcomes: Sequence[Outcome]) -> str:
         both = [f"{np.median(values[rows]):.2f}" if rows.any() else "none" for rows in (~wrong, wrong)]
         medians.append(f"{outcome.entry.label} {both[0]} and {both[1]}")
     alt = f"Entropy of right and wrong answers. Medians, right and wrong: {'; '.join(medians)}."
-    picture = plots.picture("entropy", (6.5, 1.2 + 0.62 * len(outcomes)), entropies(outcomes), alt)
+    picture = plots.picture("entropy", (5.2, 1.1 + 0.5 * len(outcomes)), entropies(outcomes), alt)
     caption = f"Median entropy of right and of wrong answers: {'; '.join(medians)}."
     return f'<figure class="single">{picture}<figcaption>{html.escape(caption)}</figcaption></figure>'
 
@@ -294,7 +301,7 @@ def _reliability(plots: Plots, problem: Problem, outcome: Outcome) -> str:
     alt = f"Reliability of {outcome.entry.label}: {words}."
     caption = f"calibration error {outcome.values['ece']:.3f}"
     return _figure(
-        plots.picture(f"reliability-{outcome.entry.key}", (3.4, 3.4), draw, alt), outcome.entry.label, caption
+        plots.picture(f"reliability-{outcome.entry.key}", (2.9, 2.9), draw, alt), outcome.entry.label, caption
     )
 
 
@@ -340,7 +347,7 @@ TEMPLATE = """<!DOCTYPE html>
 body { margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
   font: 1.0625rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
 main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: clamp(1.7rem, 5vw, 2.4rem); line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 1rem; max-width: 22em; }
+h1 { font-size: clamp(1.7rem, 5vw, 2.4rem); line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 1rem; text-wrap: balance; }
 h2 { font-size: 1.4rem; line-height: 1.3; margin: 3.5rem 0 0.5rem; padding-top: 1.5rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1.1rem; margin: 2.25rem 0 0.25rem; }
 p, dl, ul { max-width: 42rem; }
@@ -356,7 +363,7 @@ figcaption b { color: var(--ink); }
 table { border-collapse: collapse; width: 100%; font-size: 0.9375rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.55rem 0.8rem; text-align: right; white-space: nowrap; }
 thead th { font-weight: 500; color: var(--soft); vertical-align: bottom; }
-th:first-child { text-align: left; font-weight: 600; }
+th:first-child { text-align: left; font-weight: 600; position: sticky; left: 0; background: var(--card); }
 tbody tr { border-top: 1px solid var(--line); }
 td.failed { text-align: left; color: var(--alarm); white-space: normal; }
 code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.875em; }
@@ -412,7 +419,7 @@ errors that could have been sent to a person; dots at the left are confident err
 <h3>Can the probabilities be taken at their word?</h3>
 <p>Test images are grouped by the probability of the predicted digit. Of those called with 80 %, 80 % should be right: points on
 the dashed line. Points above it are too cautious, points below it too sure. The bars are 90 % confidence intervals for the share,
-and the small number is how many images the group has: most groups are small.</p>
+and the number at the bottom is how many images the group has. Most groups are small.</p>
 [[digit_reliability]]
 
 <h2>What to do next</h2>
@@ -426,14 +433,14 @@ plausible methods</code></pre>
 posterior = pl.fit(network, (x, y), pl.Ensemble(members=5))
 prediction = posterior.predict(x_new)
 prediction.mean, prediction.std, prediction.epistemic, prediction.interval(0.9)</code></pre>
-<p>No method wins everywhere. An ensemble is a good first choice; compare by held-out log-likelihood and by whether the intervals
-hold what they promise.</p>
+<p>No method wins everywhere. An ensemble is a simple one to start with; compare by held-out log-likelihood and by whether the
+intervals hold what they promise.</p>
 
 <h2>How this was made</h2>
 <p>Both networks have one hidden layer (50 tanh units, 64 ReLU units) and a standard normal prior on every weight. The settings
-were chosen on other draws of the curve and on parts of the training digits, never on the test points shown here. Both SGLD rows
-start from a fit that is already good, as their descriptions say; with so short walks they describe its surroundings rather than
-the whole posterior.</p>
+were chosen on other draws of the curve and on parts of the training digits of seed 0, not on the test points. Both SGLD rows
+start from a fit that is already good, as their descriptions say; such short walks describe its surroundings rather than the
+whole posterior.</p>
 <details>
 <summary>Methods and settings</summary>
 [[methods]]

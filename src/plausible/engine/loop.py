@@ -324,23 +324,22 @@ class _Run:
         raise error
 
     def _note(self, rows: dict[str, Tensor], before: int) -> None:
-        """History: the mean of each term over each epoch; callbacks hear of every step."""
+        """History: the mean of each term over each epoch; callbacks hear of every step.
+
+        Added up step by step, so that the result does not depend on where segments, which follow the clock, were cut.
+        """
         per_epoch = self.plan.per_epoch
-        means = {name: values.reshape(len(values), -1).mean(1) for name, values in rows.items()}
+        means = {name: values.reshape(len(values), -1).numpy().mean(axis=1).tolist() for name, values in rows.items()}
         for name, values in means.items():
-            position, total = before, len(values)
-            offset = 0
-            while offset < total:
-                room = per_epoch - (position + offset) % per_epoch
-                part = values[offset : offset + room]
-                self.sums[name] = self.sums.get(name, 0.0) + float(part.sum())
-                offset += len(part)
-                if len(part) == room:
+            for step, value in enumerate(values, start=before + 1):
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                if step % per_epoch == 0:
                     self.history.setdefault(name, []).append(self.sums.pop(name) / per_epoch)
-        for i in range(len(next(iter(means.values())))):
-            info = {name: float(values[i]) for name, values in means.items()} if self.options.callbacks else {}
-            for callback in self.options.callbacks:
-                callback(before + i + 1, info)
+        if self.options.callbacks:
+            for i in range(len(next(iter(means.values())))):
+                info = {name: values[i] for name, values in means.items()}
+                for callback in self.options.callbacks:
+                    callback(before + i + 1, dict(info))
 
     def _caption(self, rows: dict[str, Tensor]) -> str:
         name, values = next(iter(rows.items()))
