@@ -25,8 +25,38 @@ QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(
+        os, "fsync", lambda _: None
+    )  # it guards against power cuts, which do not happen here, and is slow
+
+
+def test_files_are_flushed_to_the_disk_before_they_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    renamed = os.replace
+    monkeypatch.setattr(os, "fsync", lambda _: events.append("flush"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("rename"), renamed(*paths)))
+    storage.write_atomically(tmp_path / "file", b"content")
+    assert events[:2] == ["flush", "rename"]
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write_atomically(tmp_path / "file", b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        storage.write_atomically(tmp_path / "file", b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"old"
 
 
 class Stop(Exception):
@@ -47,19 +77,21 @@ def _data() -> tuple[Tensor, Tensor]:
     return x, (x[:, :1] * x[:, 1:]).sin() + 0.2 * torch.randn(30, 1, generator=stream)
 
 
-def _network() -> nn.Sequential:
+def _network(width: int = 8) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+        return nn.Sequential(
+            nn.Linear(2, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, 1)
+        )
 
 
 METHODS: dict[str, pl.Method] = {
-    "map": pl.MAP(epochs=12, batch_size=8, lr=Cosine(0.02)),
-    "stopping": pl.MAP(epochs=40, batch_size=8, lr=0.1, patience=3, holdout=0.3),
-    "sgld": pl.SGLD(epochs=12, batch_size=8, lr=1e-3, burn_in=0.3, thin=2),
-    "ensemble": pl.Ensemble(pl.MAP(epochs=12, batch_size=8, lr=Cosine(0.02)), members=3),
-    "stopping members": pl.Ensemble(pl.MAP(epochs=40, batch_size=8, lr=0.1, patience=3, holdout=0.3), members=3),
-    "chains": pl.Ensemble(pl.SGLD(epochs=12, batch_size=8, lr=1e-3, burn_in=0.3, thin=2), members=2),
+    "map": pl.MAP(epochs=7, batch_size=8, lr=Cosine(0.02)),
+    "stopping": pl.MAP(epochs=30, batch_size=8, lr=0.1, patience=3, holdout=0.3),
+    "sgld": pl.SGLD(epochs=7, batch_size=8, lr=1e-3, burn_in=0.3, thin=2),
+    "ensemble": pl.Ensemble(pl.MAP(epochs=7, batch_size=8, lr=Cosine(0.02)), members=3),
+    "stopping members": pl.Ensemble(pl.MAP(epochs=30, batch_size=8, lr=0.1, patience=3, holdout=0.3), members=3),
+    "chains": pl.Ensemble(pl.SGLD(epochs=7, batch_size=8, lr=1e-3, burn_in=0.3, thin=2), members=2),
 }
 
 
@@ -83,7 +115,8 @@ def _same(one: pl.Posterior, two: pl.Posterior) -> bool:
 def test_resumed_equals_uninterrupted_wherever_it_stopped(name: str, tmp_path: Path) -> None:
     whole = _fit(name)
     steps = whole.run["steps"]
-    for number, at in enumerate(sorted({1, 5, steps // 2, steps - 1})):
+    stops = {1, 5, steps // 2, steps - 1} if METHODS[name].members is None else {steps // 2, steps - 1}
+    for number, at in enumerate(sorted(stops)):
         place = pl.Checkpoint(tmp_path / str(number), steps=3)
         with pytest.raises(Stop):
             _fit(name, checkpoint=place, callbacks=[_stop_at(at)])
@@ -105,7 +138,12 @@ def test_a_run_stopped_again_and_again_ends_the_same(name: str, tmp_path: Path) 
 def test_how_often_it_is_written_does_not_matter(tmp_path: Path) -> None:
     whole = _fit("sgld")
     for number, place in enumerate(
-        [pl.Checkpoint(tmp_path / "0", steps=1), pl.Checkpoint(tmp_path / "1", seconds=1e-6), tmp_path / "2", str(tmp_path / "3")]
+        [
+            pl.Checkpoint(tmp_path / "0", steps=1),
+            pl.Checkpoint(tmp_path / "1", seconds=1e-6),
+            tmp_path / "2",
+            str(tmp_path / "3"),
+        ]
     ):
         assert _same(whole, _fit("sgld", checkpoint=place)), number
 
@@ -153,13 +191,15 @@ class Stream:
         return DataLoader(TensorDataset(*_data()), batch_size=7, sampler=sampler)
 
 
-@pytest.mark.parametrize("kind", ["ordered", "shuffled", "own", "replaced"])
-@pytest.mark.parametrize("name", ["map", "chains"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("map", "ordered"), ("map", "shuffled"), ("map", "own"), ("map", "replaced"), ("chains", "shuffled")],
+)
 def test_streams_resume_with_the_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     loader = getattr(Stream, kind)
     whole = _fit(name, data=loader())
     per_epoch = len(loader())
-    for at in (2, per_epoch, per_epoch + 1, 3 * per_epoch - 1):
+    for at in (2, per_epoch, 3 * per_epoch - 1):
         place = pl.Checkpoint(tmp_path / str(at), steps=1)
         with pytest.raises(Stop):
             _fit(name, data=loader(), checkpoint=place, callbacks=[_stop_at(at)])
@@ -233,11 +273,11 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals reach the main thread only, and this test runs in another")
     for name in ("map", "sgld"):
-        interrupt = lambda step, _: step == 30 and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+        interrupt = lambda step, _: step == 18 and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
         with pytest.warns(UserWarning, match="call fit again with the same checkpoint to go on"):
             part = _fit(name, checkpoint=tmp_path / name, callbacks=[interrupt])
         assert part.interrupted
-        assert part.run["steps"] < 48
+        assert part.run["steps"] < 28
         assert _same(_fit(name), _fit(name, checkpoint=tmp_path / name))
 
 
@@ -257,7 +297,7 @@ def started(tmp_path: Path) -> pl.Checkpoint:
     ("change", "difference"),
     [
         ({"seed": 5}, r"seed was 4 and is now 5"),
-        ({"name": replace(METHODS["map"], epochs=13)}, r"method.epochs was 12 and is now 13"),
+        ({"name": replace(METHODS["map"], epochs=13)}, r"method.epochs was 7 and is now 13"),
         ({"name": replace(METHODS["map"], lr=Cosine(0.03))}, r"method.lr.start was 0.02 and is now 0.03"),
         ({"name": replace(METHODS["map"], lr=0.02)}, r"method.lr was .*Cosine.* and is now 0.02"),
         ({"name": replace(METHODS["map"], patience=3)}, r"method.patience was None and is now 3"),
@@ -269,16 +309,24 @@ def started(tmp_path: Path) -> pl.Checkpoint:
         ({"likelihood": pl.likelihoods.StudentT()}, r"likelihood.* was"),
         ({"prior": pl.priors.Gaussian(2.0)}, r"prior.* was"),
         ({"where": "4.*"}, r"random was"),
-        ({"net": nn.Sequential(nn.Linear(2, 9), nn.Tanh(), nn.Linear(9, 1))}, r"weights\.0\.bias was \[8\] and is now \[9\]"),
+        (
+            {"net": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))},
+            r"random was \[.*'4.weight'.*\] and is now \[",
+        ),
+        ({"net": _network(9)}, r"weights\.0\.bias was \[8\] and is now \[9\]"),
     ],
 )
-def test_another_run_is_refused_naming_the_difference(change: dict[str, Any], difference: str, started: pl.Checkpoint) -> None:
+def test_another_run_is_refused_naming_the_difference(
+    change: dict[str, Any], difference: str, started: pl.Checkpoint
+) -> None:
     before = {p.name: p.read_bytes() for p in Path(started.path).iterdir() if p.is_file()}
     with pytest.raises(ValueError, match=difference) as caught:
         _fit(**change, checkpoint=started)
     assert "belongs to another run" in str(caught.value)
     assert "or another folder" in str(caught.value)
-    assert before == {p.name: p.read_bytes() for p in Path(started.path).iterdir() if p.is_file()}  # nothing was touched
+    assert before == {
+        p.name: p.read_bytes() for p in Path(started.path).iterdir() if p.is_file()
+    }  # nothing was touched
     assert _same(_fit("map"), _fit("map", checkpoint=started))
 
 
@@ -359,7 +407,7 @@ def test_missing_shards_are_noticed_before_the_work_starts(tmp_path: Path, monke
     monkeypatch.setattr(storage.DrawWriter, "SHARD_BYTES", 400)
     place = pl.Checkpoint(tmp_path / "run", steps=2)
     with pytest.raises(Stop):
-        _fit("sgld", checkpoint=place, callbacks=[_stop_at(40)])
+        _fit("sgld", checkpoint=place, callbacks=[_stop_at(26)])
     (tmp_path / "run" / "draws" / "draws-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"draws-00001.safetensors is missing"):
         _fit("sgld", checkpoint=place)
@@ -368,7 +416,12 @@ def test_missing_shards_are_noticed_before_the_work_starts(tmp_path: Path, monke
 def test_what_a_kill_leaves_half_written_does_no_harm_and_is_removed(started: pl.Checkpoint) -> None:
     folder = Path(started.path)
     (folder / "draws").mkdir()
-    left = [".state-000000012-abc.safetensors.77", ".checkpoint.json.1f", "state-000000099-abc.safetensors", ".writable"]
+    left = [
+        ".state-000000012-abc.safetensors.77",
+        ".checkpoint.json.1f",
+        "state-000000099-abc.safetensors",
+        ".writable",
+    ]
     for name in [*left, "draws/.draws-00000.safetensors.0a"]:
         (folder / name).write_bytes(b"half")
     assert _same(_fit("map"), _fit("map", checkpoint=started))
@@ -380,7 +433,12 @@ def test_what_a_kill_leaves_half_written_does_no_harm_and_is_removed(started: pl
 def test_leftovers_without_a_checkpoint_do_no_harm(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "draws").mkdir(parents=True)
-    for name in (".state-1.x", "state-000000002-abc.safetensors", "draws/draws-00000.safetensors", ".checkpoint.json.1"):
+    for name in (
+        ".state-1.x",
+        "state-000000002-abc.safetensors",
+        "draws/draws-00000.safetensors",
+        ".checkpoint.json.1",
+    ):
         (folder / name).write_bytes(b"half")
     assert _same(_fit("sgld"), _fit("sgld", checkpoint=folder))
 
@@ -405,7 +463,8 @@ def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"seconds": 0.0}, "seconds must be positive"), ({"steps": 0}, "steps must be at least 1")]
+    ("settings", "message"),
+    [({"seconds": 0.0}, "seconds must be positive"), ({"steps": 0}, "steps must be at least 1")],
 )
 def test_bad_checkpoint_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -422,11 +481,11 @@ def test_only_one_state_is_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
     names = sorted(p.name for p in (tmp_path / "run").iterdir())
     assert names[0] == "checkpoint.json"
     assert len(names) == 2
-    assert names[1].startswith("state-000000048-")
+    assert names[1].startswith("state-000000028-")
     assert names[1].endswith(".safetensors")
     content = json.loads((tmp_path / "run" / "checkpoint.json").read_text())
     assert content["finished"]
-    assert content["step"] == 48
+    assert content["step"] == 28
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,17 +509,17 @@ def test_draws_stream_to_shards_and_are_read_when_asked_for(tmp_path: Path, monk
     assert most <= 3  # never more than one shard in memory
     store = posterior.store
     assert isinstance(store, storage.DiskDraws)
-    assert [shard["draws"] for shard in store.files] == [3] * 5
-    assert len(store) == len(memory.store) == 17
-    assert len(list((tmp_path / "run" / "draws").iterdir())) == 5
+    assert [shard["draws"] for shard in store.files] == [3] * 3
+    assert len(store) == len(memory.store) == 10
+    assert len(list((tmp_path / "run" / "draws").iterdir())) == 3
     assert _same(memory, posterior)
 
     read: list[str] = []
     original = storage.read_tensors
     monkeypatch.setattr(storage, "read_tensors", lambda path, sha: (read.append(path.name), original(path, sha))[1])
     store._cache.clear()
-    store.get([4, 16], "cpu")
-    assert read == ["draws-00001.safetensors"]  # row 16 is in the tail, which is in memory
+    store.get([4, 9], "cpu")
+    assert read == ["draws-00001.safetensors"]  # row 9 is in the tail, which is in memory
     assert len(store._cache) <= store.KEPT
     again = _fit("sgld", checkpoint=tmp_path / "run")
     assert isinstance(again.store, storage.DiskDraws)
@@ -470,7 +529,7 @@ def test_draws_stream_to_shards_and_are_read_when_asked_for(tmp_path: Path, monk
 def test_shards_resume_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _fit("chains")
     monkeypatch.setattr(storage.DrawWriter, "SHARD_BYTES", 700)
-    for at in (20, 27, 33, 47):
+    for at in (12, 17, 27):
         place = pl.Checkpoint(tmp_path / str(at), steps=5)
         with pytest.raises(Stop):
             _fit("chains", checkpoint=place, callbacks=[_stop_at(at)])
@@ -513,7 +572,9 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is reported in other units elsewhere")
 def test_memory_stays_bounded_while_draws_stream(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=300
+    )
     assert done.returncode == 0, done.stderr
     draws, grown = done.stdout.split()
     assert int(draws) == 300  # 480 MB of them
@@ -532,6 +593,10 @@ import plausible as pl
 from plausible import storage
 
 torch.set_num_threads(1)
+import plausible.fitting, plausible.saving  # before forking: what the children would each import
+if sys.argv[2] == "ensemble":
+    import torch._dynamo
+os.fsync = lambda _: None
 kind, folder, seed = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 storage.DrawWriter.SHARD_BYTES = 900
 
@@ -548,7 +613,7 @@ def fit(checkpoint, length):
     elif kind == "ensemble":
         method = pl.Ensemble(pl.MAP(epochs=length, batch_size=8, lr=pl.schedules.Cosine(0.02)), members=3)
     elif kind == "stopping":
-        method = pl.MAP(epochs=10 * length, batch_size=8, lr=0.1, patience=4, holdout=0.3)
+        method = pl.MAP(epochs=20 * length, batch_size=8, lr=0.1, patience=2, holdout=0.3)
     elif kind == "stream":
         method = pl.MAP(epochs=length, lr=0.01)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
@@ -591,21 +656,11 @@ def killed_at_random_moments(length, steps):
     chance, kills = random.Random(seed), 0
     while True:
         pid, result = child(pl.Checkpoint(folder / "run", steps=steps), length)
-        deadline = time.monotonic() + chance.uniform(0.05, 0.6) * duration
-        while time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG | os.WNOWAIT if False else os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
-            if result.exists() and result.read_text():
-                break
-        else:
-            if time.monotonic() < deadline:  # it has ended and was reaped
-                break
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            kills += 1
-            continue
-        ended(pid)
-        break
-    return {"equal": result.read_text() == whole, "kills": kills}
+        time.sleep(chance.uniform(0.05, 0.6) * duration)
+        os.kill(pid, signal.SIGKILL)  # where it has ended already, it is a zombie and feels nothing
+        if ended(pid):
+            return {"equal": result.read_text() == whole, "kills": kills}
+        kills += 1
 
 
 def killed_at_every_event(length, steps):
@@ -679,15 +734,15 @@ forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot
 @forking
 @pytest.mark.parametrize("kind", ["sgld", "ensemble"])
 def test_a_process_killed_at_random_moments_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
-    found = _killed("killed_at_random_moments", kind, tmp_path, length=60, steps=5)
+    found = _killed("killed_at_random_moments", kind, tmp_path, length=25, steps=5)
     assert found["equal"]
     assert found["kills"] >= 1
 
 
 @forking
-@pytest.mark.parametrize("kind", ["sgld", "stopping"])
-def test_a_process_killed_at_every_write_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
-    found = _killed("killed_at_every_event", kind, tmp_path, length=3, steps=4)
+@pytest.mark.parametrize(("kind", "length"), [("sgld", 2), ("stopping", 1)])
+def test_a_process_killed_at_every_write_ends_with_the_same_bits(kind: str, length: int, tmp_path: Path) -> None:
+    found = _killed("killed_at_every_event", kind, tmp_path, length=length, steps=3)
     assert found["equal"], found
     assert found["kills"] > 15
 
@@ -697,13 +752,15 @@ def test_a_process_killed_at_every_write_ends_with_the_same_bits(kind: str, tmp_
 @pytest.mark.parametrize("kind", ["sgld", "ensemble", "stopping", "stream"])
 @pytest.mark.parametrize("seed", range(5))
 def test_many_kills_at_random_moments(kind: str, seed: int, tmp_path: Path) -> None:
-    found = _killed("killed_at_random_moments", kind, tmp_path, length=100, steps=random.Random(seed).choice([1, 3, 10]), seed=seed)
+    found = _killed(
+        "killed_at_random_moments", kind, tmp_path, length=100, steps=random.Random(seed).choice([1, 3, 10]), seed=seed
+    )
     assert found["equal"]
 
 
 @forking
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ensemble", "stream"])
+@pytest.mark.parametrize("kind", ["sgld", "stopping", "ensemble", "stream"])
 def test_kills_at_every_write_of_other_runs(kind: str, tmp_path: Path) -> None:
     found = _killed("killed_at_every_event", kind, tmp_path, length=5, steps=3)
     assert found["equal"], found

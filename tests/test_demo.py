@@ -9,9 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from plausible import likelihoods, methods
+import plausible as pl
 from plausible.cli import app, demo, demo_page
-from plausible.predictive import Predictive
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -48,7 +47,7 @@ def quick(tmp_path_factory):
     """One quick run, with a registered method that fails."""
 
     @dataclass(frozen=True)
-    class Broken(methods.Method):
+    class Broken(pl.Method):
         """Fails as soon as it is asked."""
 
         name: ClassVar[str] = "broken"
@@ -61,7 +60,7 @@ def quick(tmp_path_factory):
     try:
         result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(out)], catch_exceptions=False)
     finally:
-        del methods.registry["broken"]
+        del pl.methods.registry["broken"]
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), noise)
     return SimpleNamespace(out=out, result=result, page=Page((out / "index.html").read_text(encoding="utf-8")))
@@ -89,7 +88,7 @@ def test_every_method_is_shown_and_a_failing_one_stops_nothing(quick):
     words, printed = " ".join(quick.page.words), quick.result.stdout
     for problem in (demo.regression(0, True), demo.digits(0, True)):
         labels = [entry.label for entry in demo.entries(problem.known)]
-        assert len(labels) == len(methods.registry) + 1
+        assert len(labels) == len(pl.methods.registry) + 1
         for label in labels:
             assert f"{problem.key}: {label}, " in printed
             assert label in words
@@ -122,7 +121,7 @@ def test_scores_of_classes_agree_with_scikit_learn():
     draws = 1.5 * torch.randn(7, 200, 10, generator=generator, dtype=torch.float64)
     truth = draws.mean(0).argmax(-1)
     truth[::3] = torch.randint(10, (67,), generator=generator)
-    predictive = Predictive.from_functions(draws, likelihoods.Categorical())
+    predictive = pl.Predictive.from_functions(draws, pl.likelihoods.Categorical())
     posterior = SimpleNamespace(predict=lambda x: predictive)
     values, arrays = demo._judge_digits(SimpleNamespace(test=(None, truth)), posterior)
     assert values["log_likelihood"] == pytest.approx(-log_loss(truth, arrays["probs"], labels=range(10)))

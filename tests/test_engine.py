@@ -315,7 +315,9 @@ def environment() -> dict[str, str]:
 
 def test_ctrl_c_in_a_program_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "running"
         process.send_signal(signal.SIGINT)

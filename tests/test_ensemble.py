@@ -175,7 +175,9 @@ def test_members_do_not_depend_on_how_many_there_are() -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("inner", [pl.MAP(epochs=3, batch_size=6, lr=0.01), pl.SGLD(epochs=3, batch_size=6, lr=1e-3, thin=1)])
+@pytest.mark.parametrize(
+    "inner", [pl.MAP(epochs=3, batch_size=6, lr=0.01), pl.SGLD(epochs=3, batch_size=6, lr=1e-3, thin=1)]
+)
 def test_vmapped_equals_looped(inner: Method, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ensemble, net = pl.Ensemble(inner, members=3), _network(norm=norm)
     stacked = pl.fit(net, _data(), ensemble, **QUIET)
@@ -191,7 +193,9 @@ def test_vmapped_equals_looped(inner: Method, norm: bool, monkeypatch: pytest.Mo
     x, _ = _data()
     torch.testing.assert_close(stacked.functions(x), one_by_one.functions(x), rtol=1e-3, atol=1e-4)
     for name in stacked.history:
-        torch.testing.assert_close(torch.tensor(stacked.history[name]), torch.tensor(one_by_one.history[name]), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(stacked.history[name]), torch.tensor(one_by_one.history[name]), rtol=1e-3, atol=1e-3
+        )
 
 
 def test_dropout_differs_between_members() -> None:

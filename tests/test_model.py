@@ -1043,6 +1043,8 @@ class Reserved(nn.Module):
         (_not_finite, ValueError, "network parameter 'bias' contains NaN or infinity"),
         (Reserved, ValueError, "'likelihood.weight'.*rename that submodule"),
         (Locked, ValueError, "cannot be copied"),
+        (lambda: nn.Linear(3, 1, dtype=torch.complex64), TypeError, "'weight' is complex, expected real"),
+        (lambda: torch.jit.script(nn.Linear(3, 1)), TypeError, "TorchScript"),
         (lambda: nn.Linear, TypeError, "network must be a torch.nn.Module, got type"),
         (lambda: lambda x: x, TypeError, "network must be a torch.nn.Module, got function"),
         (lambda: None, TypeError, "network must be a torch.nn.Module, got NoneType"),
@@ -1083,6 +1085,17 @@ def test_the_users_module_is_left_as_it_was() -> None:
     assert all(p.grad is None for p in network.parameters())
     assert [p.requires_grad for p in network.parameters()] == [True, False, True, True, True, True]
     assert calls == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_where_they_are_switched_off(mode: Any) -> None:
+    expected = quick(mlp(dtype=torch.float32), (randn(N, 3), randn(N, 1))).weights()
+    network = mlp(dtype=torch.float32)
+    with mode():
+        x, y = randn(N, 3), randn(N, 1)  # under inference_mode these are tensors that autograd refuses
+        inside = quick(network, (x, y))
+    for posterior in (inside, quick(network, (x, y))):
+        close(posterior.weights(), expected, rtol=0, atol=0)
 
 
 def test_later_changes_of_the_module_do_not_reach_the_posterior() -> None:

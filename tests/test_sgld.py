@@ -213,7 +213,9 @@ def test_cyclical_step_sizes_run() -> None:
         (500, None, 0.2, None, 100),
     ],
 )
-def test_burn_in_and_thinning_counts(epochs: int, batch: int | None, burn_in: float, thin: int | None, expected: int) -> None:
+def test_burn_in_and_thinning_counts(
+    epochs: int, batch: int | None, burn_in: float, thin: int | None, expected: int
+) -> None:
     x, y = _data()
     method = pl.SGLD(epochs=epochs, batch_size=batch, lr=1e-6, burn_in=burn_in, thin=thin)
     posterior = pl.fit(Columns(2), (x, y[:, :2]), method, **_settings())
@@ -229,8 +231,12 @@ def test_burn_in_and_thinning_counts(epochs: int, batch: int | None, burn_in: fl
 def test_kept_draws_are_the_states_after_those_steps() -> None:
     x, y = _data()
     settings = _settings(seed=3)
-    every = pl.fit(Columns(3), (x, y[:, :3]), pl.SGLD(epochs=20, batch_size=None, lr=0.01, burn_in=0.0, thin=1), **settings)
-    some = pl.fit(Columns(3), (x, y[:, :3]), pl.SGLD(epochs=20, batch_size=None, lr=0.01, burn_in=0.3, thin=4), **settings)
+    every = pl.fit(
+        Columns(3), (x, y[:, :3]), pl.SGLD(epochs=20, batch_size=None, lr=0.01, burn_in=0.0, thin=1), **settings
+    )
+    some = pl.fit(
+        Columns(3), (x, y[:, :3]), pl.SGLD(epochs=20, batch_size=None, lr=0.01, burn_in=0.3, thin=4), **settings
+    )
     assert torch.equal(some.weights()["theta"], every.weights()["theta"][[9, 13, 17]])
 
 
@@ -252,7 +258,9 @@ def test_the_steps_are_those_of_the_formula() -> None:
 
 def test_parallel_chains_mix_and_are_told_apart() -> None:
     x, y = _data()
-    method = pl.Ensemble(pl.SGLD(epochs=400, batch_size=None, lr=1.0 / PRECISION, burn_in=0.2, thin=1), members=4, init="prior")
+    method = pl.Ensemble(
+        pl.SGLD(epochs=400, batch_size=None, lr=1.0 / PRECISION, burn_in=0.2, thin=1), members=4, init="prior"
+    )
     posterior = pl.fit(Columns(20), (x, y[:, :20]), method, **_settings())
     report = posterior.diagnostics()
     assert (report["draws"], report["chains"]) == (4 * 320, 4)
@@ -267,7 +275,9 @@ def test_parallel_chains_mix_and_are_told_apart() -> None:
 
 def test_chains_that_have_not_met_are_reported() -> None:
     x, y = _data()
-    method = pl.Ensemble(pl.SGLD(epochs=200, batch_size=None, lr=1e-3 / PRECISION, burn_in=0.2, thin=1), members=4, init="prior")
+    method = pl.Ensemble(
+        pl.SGLD(epochs=200, batch_size=None, lr=1e-3 / PRECISION, burn_in=0.2, thin=1), members=4, init="prior"
+    )
     posterior = pl.fit(Columns(5), (x, y[:, :5]), method, **_settings())
     assert posterior.diagnostics()["rhat"] > 1.5
     assert posterior.diagnostics()["ess_bulk"] < 50

@@ -57,13 +57,9 @@ _ROOMS = ("likelihoods", "methods", "optimisers", "priors", "schedules", "testin
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"plausible.{name}")
-    if name.startswith("_"):
+    if name not in __all__ or name.startswith("_"):  # submodules are imported by name, not found here
         raise AttributeError(f"module 'plausible' has no attribute {name!r}")
-    home = import_module(f"plausible.{_HOMES.get(name, 'methods')}")
-    try:
-        value = getattr(home, name)
-    except AttributeError:
-        raise AttributeError(f"module 'plausible' has no attribute {name!r}") from None
+    value = getattr(import_module(f"plausible.{_HOMES.get(name, 'methods')}"), name)
     globals()[name] = value
     return value
 

@@ -22,7 +22,7 @@ def _as_tensor(value: Any, name: str) -> Tensor:
         if value.layout is not torch.strided or value.is_meta:
             fix = "it has no values" if value.is_meta else f"pass {name}.to_dense()"
             raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout} on {value.device}: {fix}")
-        return value.detach()
+        return value.clone() if value.is_inference() else value.detach()  # autograd takes no inference tensors
     if value is None:
         raise TypeError(f"{name} contains None; leave inputs out that are not there")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):

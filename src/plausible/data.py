@@ -29,8 +29,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from plausible import random
 from plausible.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
+from plausible.random import generator, permutation
 from plausible.weights import tree_map
 
 
@@ -81,7 +81,7 @@ class Order:
     def _permutation(self, member: int, epoch: int) -> Tensor:
         if (member, epoch) not in self._cache:
             self._cache = {k: v for k, v in self._cache.items() if k[1] >= epoch - 1}
-            stream = random.generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
+            stream = generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
             self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
         return self._cache[member, epoch]
 
@@ -134,7 +134,7 @@ class ArrayData:
     def split(self, fraction: float, seed: int) -> tuple[ArrayData, ArrayData]:
         """A seeded split into (training, held-out) parts."""
         held = _num_held_out(fraction, self.num_data)
-        order = random.permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
+        order = permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
         return ArrayData(self.rows(order[held:]), self.num_data - held), ArrayData(self.rows(order[:held]), held)
 
     def fingerprint(self) -> str:
@@ -224,7 +224,7 @@ class StreamData:
                 "early stopping needs a held-out part, which a loader cannot give; pass arrays or a map-style Dataset"
             )
         held = _num_held_out(fraction, self.num_data)
-        order = random.permutation(seed, 2**31 - 1, self.num_data)
+        order = permutation(seed, 2**31 - 1, self.num_data)
         parts = []
         for rows in (order[held:], order[:held]):
             subset = torch.utils.data.Subset(self.source, rows.tolist())

@@ -79,7 +79,7 @@ def fit(
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     target = choose_device(network.network if isinstance(network, Model) else network, device)
-    with random.isolated(seed, target):
+    with torch.inference_mode(False), random.isolated(seed, target):
         model, prepared = _prepare(
             network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
         )

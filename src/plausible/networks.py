@@ -35,6 +35,10 @@ def check_network(network: nn.Module) -> None:
     """Refuse what cannot be fitted: not a module, lazy parameters, tensors without values or on several devices."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+    if isinstance(network, torch.jit.ScriptModule):
+        raise TypeError(
+            "network is a TorchScript module, whose weights cannot be exchanged; pass the module it was made from"
+        )
     held = [*network.named_parameters(), *network.named_buffers()]
     lazy = [
         n for n, v in held if isinstance(v, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
@@ -64,7 +68,7 @@ def private_copy(network: nn.Module) -> nn.Module:
 
 
 def check_parameters(parameters: Weights) -> None:
-    """Refuse no parameters at all, reserved names, and values that are not finite."""
+    """Refuse no parameters at all, reserved names, complex numbers, and values that are not finite."""
     if not parameters:
         raise ValueError(
             "network has no trainable parameters: nothing can be inferred "
@@ -75,6 +79,10 @@ def check_parameters(parameters: Weights) -> None:
             raise ValueError(
                 f"network parameter {name!r}: names that begin with 'likelihood.' belong to the likelihood's own weights; "
                 "rename that submodule"
+            )
+        if value.is_complex():
+            raise TypeError(
+                f"network parameter {name!r} is complex, expected real: hold its two parts as real parameters"
             )
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"network parameter {name!r} contains NaN or infinity before any training")

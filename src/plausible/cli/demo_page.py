@@ -68,7 +68,7 @@ class Plots:
                 "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
             }  # fmt: skip
             with rc_context(settings):
-                figure = Figure(figsize=size, dpi=DPI, facecolor=theme.paper, layout="constrained")
+                figure = Figure(figsize=size, dpi=DPI, facecolor=theme.paper)
                 FigureCanvasAgg(figure)
                 draw(figure, theme)
                 buffer = io.BytesIO()
@@ -94,6 +94,7 @@ def bands(problem: Problem, outcome: Outcome, limits: tuple[float, float], sprea
         a = outcome.arrays
         grid, levels = a["grid"], a["quantiles"]
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        figure.subplots_adjust(left=0.12, right=0.98, bottom=0.12, top=0.98, hspace=0.08)
         for axes in (above, below):
             axes.axvspan(-demo.GAP, demo.GAP, color=theme.faint, alpha=0.14, linewidth=0)
         above.fill_between(grid, levels[0], levels[3], color=theme.wide, linewidth=0, label="90 %")
@@ -126,22 +127,26 @@ def faces(problem: Problem, outcome: Outcome, count: int = 5) -> tuple[Draw, str
         from matplotlib.colors import LinearSegmentedColormap
 
         shades = LinearSegmentedColormap.from_list("digits", [theme.paper, theme.ink])
-        parts: Any = figure.subfigures(2, 1)
-        for part, (heading, chosen) in zip(parts, rows):
-            part.set_facecolor(theme.paper)
-            part.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
-            for axes, index in zip(part.subplots(1, count), chosen):
-                axes.imshow(images[index], cmap=shades, vmin=0, vmax=1)
-                axes.set(xticks=[], yticks=[])
-                axes.spines[:].set_visible(False)
-                wrong = bool(a["wrong"][index])
-                answer = a["probs"][index].argmax()
-                axes.set_title(
-                    f"{answer}: {_percent(a['probs'][index].max())}", fontsize=10, pad=3,
-                    color=theme.alarm if wrong else theme.ink,
-                )  # fmt: skip
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        for row, (heading, chosen) in enumerate(rows):
+            top = 18 * row
+            axes.text(0, top, heading, va="center", fontsize=10, fontweight="bold")
+            for column, index in enumerate(chosen):
+                wrong, probs = bool(a["wrong"][index]), a["probs"][index]
+                left, colour = 10 * column, theme.alarm if wrong else theme.ink
                 note = f"MI {a['information'][index]:.2f}" + (f"\nis {truth[index]}" if wrong else "")
-                axes.set_xlabel(note, fontsize=9, labelpad=2, color=theme.alarm if wrong else theme.ink)
+                axes.text(
+                    left + 4,
+                    top + 3,
+                    f"{probs.argmax()}: {_percent(probs.max())}",
+                    ha="center",
+                    va="center",
+                    color=colour,
+                )
+                axes.imshow(images[index], cmap=shades, vmin=0, vmax=1, extent=(left, left + 8, top + 12.2, top + 4.2))
+                axes.text(left + 4, top + 12.8, note, ha="center", va="top", fontsize=9, color=colour)
+        axes.set(xlim=(-1, 49), ylim=(34.5, -2), aspect="equal")
 
     words = []
     for heading, chosen in rows:
@@ -154,6 +159,7 @@ def entropies(outcomes: Sequence[Outcome]) -> Draw:
     """For each method the entropies of right answers (bar: middle half, line: middle 90 %) and every wrong answer as a dot."""
 
     def draw(figure: Figure, theme: Theme) -> None:
+        figure.set_layout_engine("constrained")
         axes = figure.subplots()
         for row, outcome in enumerate(outcomes):
             values, wrong = outcome.arrays["entropy"], outcome.arrays["wrong"]
@@ -188,6 +194,7 @@ def reliability(problem: Problem, outcome: Outcome, bins: int = 10) -> tuple[Dra
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
+        figure.subplots_adjust(left=0.19, right=0.98, bottom=0.17, top=0.98)
         axes.plot([0, 1], [0, 1], color=theme.faint, linestyle=(0, (4, 2)), linewidth=1.2)
         for said, share, low, high, count in points:
             axes.plot([said, said], [low, high], color=theme.narrow, linewidth=2)
@@ -279,7 +286,7 @@ def _faces(plots: Plots, problem: Problem, outcome: Outcome) -> str:
     draw, words = faces(problem, outcome)
     alt = f"Digits about which {outcome.entry.label} is {words}."
     caption = f"{int(outcome.arrays['wrong'].sum())} of {len(outcome.arrays['wrong'])} wrong"
-    return _figure(plots.picture(f"digits-{outcome.entry.key}", (5, 3.7), draw, alt), outcome.entry.label, caption)
+    return _figure(plots.picture(f"digits-{outcome.entry.key}", (5, 3.65), draw, alt), outcome.entry.label, caption)
 
 
 def _entropies(plots: Plots, outcomes: Sequence[Outcome]) -> str:

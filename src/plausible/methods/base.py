@@ -24,10 +24,10 @@ registry: dict[str, type[Method]] = {}
 class Traits:
     """What a method declares about itself; the conformance suite reads it.
 
-    `deterministic`: the same for every seed. `exact`: its draws follow the posterior up to Monte Carlo error (`bias` says in words
-    what else to expect). `trains`: it moves the weights (the alternative is post hoc). `has_weights`: it has weight draws and
-    not only function draws. `bound`: how its epistemic variance on the linear-Gaussian problem relates to the truth, see
-    `plausible.testing`. `mixed_precision`: the forward pass may run in bfloat16.
+    `deterministic`: the same for every seed. `exact`: its draws follow the posterior up to Monte Carlo error (`bias` says in
+    words what else to expect). `trains`: it moves the weights (the alternative is post hoc). `has_weights`: it has weight draws
+    and not only function draws. `mixed_precision`: the forward pass may run in bfloat16. `chaotic`: small differences grow, so
+    that compiled and eager runs agree over single steps only.
     """
 
     deterministic: bool = False
@@ -123,7 +123,7 @@ class Method:
     def quick(self) -> Method:
         """The same method in a much shorter run, for the checks that do not look at the law."""
         if any(f.name == "epochs" for f in dataclasses.fields(self)):  # type: ignore[arg-type]
-            return dataclasses.replace(self, epochs=min(self.epochs, 20))  # type: ignore[attr-defined,type-var]
+            return dataclasses.replace(self, epochs=min(self.epochs or 20, 20))  # type: ignore[attr-defined,type-var]
         return self
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
@@ -143,15 +143,16 @@ class Method:
         return cls.__name__
 
 
+DEFAULT_EPOCHS, DEFAULT_STEPS = 200, 2000
 BatchSize = int | None | Literal["auto"]
 
 
 def check_training(method: Any) -> None:
     """Checks that every method with epochs and batches shares."""
     who = type(method).__name__
-    if isinstance(method.epochs, bool) or not isinstance(method.epochs, int):
-        raise TypeError(f"{who}: epochs must be an integer, got {method.epochs!r}")
-    if method.epochs < 1:
+    if method.epochs is not None and (isinstance(method.epochs, bool) or not isinstance(method.epochs, int)):
+        raise TypeError(f"{who}: epochs must be an integer or None, got {method.epochs!r}")
+    if method.epochs is not None and method.epochs < 1:
         raise ValueError(f"{who}: epochs must be at least 1, got {method.epochs}")
     size = method.batch_size
     if size is not None and size != "auto":
@@ -161,12 +162,19 @@ def check_training(method: Any) -> None:
             raise ValueError(f"{who}: batch_size must be at least 1, got {size}")
 
 
+def num_epochs(method: Any, per_epoch: int) -> int:
+    """The epochs asked for; None means 200, and more on small data, where they would be too few steps."""
+    if method.epochs is not None:
+        return method.epochs
+    return max(DEFAULT_EPOCHS, -(-DEFAULT_STEPS // per_epoch))
+
+
 def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **settings: Any) -> Plan:
     """The plan of `epochs` passes in batches; the number of steps is that of a loader which keeps its last, short batch."""
     size = method.batch_size
     if per_epoch is not None:
         return Plan(
-            steps=method.epochs * per_epoch,
+            steps=num_epochs(method, per_epoch) * per_epoch,
             per_epoch=per_epoch,
             batch_size=-1 if size is not None else None,
             **settings,
@@ -179,7 +187,7 @@ def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **sett
             "use batch_size=None for all data at once"
         )
     per_epoch = 1 if size is None else -(-num_data // size)
-    return Plan(steps=method.epochs * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
+    return Plan(steps=num_epochs(method, per_epoch) * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
 
 
 def create(method: str | Method, /, **settings: Any) -> Method:

@@ -48,7 +48,7 @@ class SGLD(Method):
     Parallel chains: `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass and P normal numbers a step.
     """
 
-    epochs: int = 200
+    epochs: int | None = None
     batch_size: BatchSize = "auto"
     lr: float | Schedule = 1e-4
     burn_in: float = 0.5

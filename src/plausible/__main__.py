@@ -1,0 +1,5 @@
+"""`python -m plausible` is the command line."""
+
+from plausible.cli import main
+
+main()
