@@ -598,7 +598,7 @@ if sys.argv[2] == "ensemble":
     import torch._dynamo
 os.fsync = lambda _: None
 kind, folder, seed = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-storage.DrawWriter.SHARD_BYTES = 900
+storage.DrawWriter.SHARD_BYTES = 500
 
 
 def fit(checkpoint, length):

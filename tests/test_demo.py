@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import plausible as pl
-from plausible.cli import app, demo, demo_page
+from plausible.cli import app, demo, demo_plots
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -57,13 +57,23 @@ def quick(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("demo") / "page"
     threads, noise = torch.get_num_threads(), torch.get_rng_state()
+    results = []
+
+    def remember(problem, *rest):
+        results.append((problem, fit_all(problem, *rest)))
+        return results[-1][1]
+
+    fit_all, demo.fit_all = demo.fit_all, remember
     try:
         result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(out)], catch_exceptions=False)
     finally:
+        demo.fit_all = fit_all
         del pl.methods.registry["broken"]
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), noise)
-    return SimpleNamespace(out=out, result=result, page=Page((out / "index.html").read_text(encoding="utf-8")))
+    return SimpleNamespace(
+        out=out, result=result, results=results, page=Page((out / "index.html").read_text(encoding="utf-8"))
+    )
 
 
 def test_the_page_stands_alone(quick):
@@ -96,22 +106,15 @@ def test_every_method_is_shown_and_a_failing_one_stops_nothing(quick):
     assert words.count("failed: RuntimeError: no luck with a < b") == 2
 
 
-def test_a_point_has_no_epistemic_part_and_an_ensemble_has_more_in_the_gap():
-    problem = demo.regression(0, quick=True)
+def test_a_point_has_no_epistemic_part_and_an_ensemble_has_more_in_the_gap(quick):
+    (problem, outcomes), _ = quick.results
+    found = {outcome.entry.key: outcome for outcome in outcomes}
     assert float(problem.train[0].abs().min()) >= demo.GAP
-    console = SimpleNamespace(print=lambda *_, **__: None, status=lambda *_: _nothing())
-    found = {outcome.entry.key: outcome for outcome in demo.fit_all(problem, 0, console)}
     assert found["map"].values["epistemic_gap"] == 0
     assert found["ensemble"].values["epistemic_gap"] > 1.5 * found["ensemble"].values["epistemic_data"] > 0
     low, inner_low, inner_high, high = found["sgld-chains"].arrays["quantiles"]
     assert (low < inner_low).all()
     assert (inner_high < high).all()
-
-
-def _nothing():
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def test_scores_of_classes_agree_with_scikit_learn():
@@ -134,7 +137,7 @@ def test_the_interval_of_a_share_is_wilsons(right, count):
     from scipy.stats import binomtest
 
     expected = binomtest(right, count).proportion_ci(0.9, method="wilson")
-    assert demo_page.wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-4)
+    assert demo_plots.wilson(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
 def test_zero_is_written_without_a_sign():

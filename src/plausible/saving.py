@@ -76,7 +76,6 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
     trained = set(model.initial) | set(model.buffers)
     everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
     fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
-    dtype = next(iter(model.initial.values())).dtype
     return {
         "format": FORMAT,
         "library": __version__,
@@ -90,7 +89,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "output": None if model.output is None else getattr(model.output, "__name__", type(model.output).__name__),
         "output_shape": list(model.output_shape),
         "target_ndim": model.target_ndim,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in model.initial.items()},
         "weights": {name: list(value.shape) for name, value in model.initial.items()},
         "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
@@ -161,17 +160,18 @@ def _read(
     prior: Prior | None,
 ) -> Posterior:
     """The posterior that the JSON and the tensors of a folder describe, in a private copy of the network."""
-    dtype = DTYPES[content["dtype"]]
-    network = network.to(dtype)
     device = next(network.parameters()).device
     fixed = storage.read_tensors(folder / "fixed.safetensors", content["fixed_sha256"])
     holders = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
-    with torch.no_grad():
-        for name, value in fixed.items():
-            holders[name].copy_(value)
+    for name, value in fixed.items():
+        holders[name].data = value.to(device)
+    initial = {
+        name: torch.zeros(shape, dtype=DTYPES[content["dtypes"][name]], device=device)
+        for name, shape in content["weights"].items()
+    }
     chosen = _decoded(content["likelihood"], likelihood, "likelihood", Likelihood)
-    noise = chosen.initial_weights(tuple(content["output_shape"]), dtype=dtype, device=device)
+    noise = chosen.initial_weights(tuple(content["output_shape"]), dtype=torch.float32, device=device)
     stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
     if {name: list(value.shape) for name, value in noise.items()} != stored:
         raise ValueError(
@@ -183,7 +183,7 @@ def _read(
         chosen,
         _decoded(content["prior"], prior, "prior", Prior),
         num_data=int(content["num_data"]),
-        initial={n: torch.zeros(shape, dtype=dtype, device=device) for n, shape in content["weights"].items()},
+        initial=initial,
         random=tuple(content["random"]),
         buffers={name: holders[name].detach().clone() for name in content["buffers"]},
         output=output,
