@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from plausible import serialise, storage
 from plausible._version import __version__
 from plausible.likelihoods import Likelihood
-from plausible.model import Model, _private_copy
+from plausible.model import Model
+from plausible.networks import private_copy
 from plausible.posterior import Posterior, kinds
 from plausible.priors import Prior, as_prior
 from plausible.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
@@ -27,7 +28,8 @@ from plausible.weights import Weights, index, num_bytes
 
 FORMAT = 1
 IN_MEMORY = 512 * 2**20
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 
 
 def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -76,6 +78,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
     trained = set(model.initial) | set(model.buffers)
     everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
     fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
+    dtypes = {name: value.dtype for name, value in {**model.initial, **model.buffers}.items()}
     return {
         "format": FORMAT,
         "library": __version__,
@@ -89,7 +92,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "output": None if model.output is None else getattr(model.output, "__name__", type(model.output).__name__),
         "output_shape": list(model.output_shape),
         "target_ndim": model.target_ndim,
-        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in model.initial.items()},
+        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
         "weights": {name: list(value.shape) for name, value in model.initial.items()},
         "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
@@ -137,7 +140,7 @@ def load(
         raise ValueError(
             f"{str(folder)!r} holds a posterior of unknown kind {content.get('kind')!r}; it needs a newer plausible"
         )
-    private = _private_copy(network)
+    private = private_copy(network)
     own = None if prior is None else as_prior(prior)
     try:
         _refuse_mismatch(private, content)
@@ -166,12 +169,13 @@ def _read(
     _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
     for name, value in fixed.items():
         holders[name].data = value.to(device)
-    initial = {
-        name: torch.zeros(shape, dtype=DTYPES[content["dtypes"][name]], device=device)
-        for name, shape in content["weights"].items()
-    }
+    dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
+    initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
+    output_shape = tuple(content["output_shape"])
+    if not all(isinstance(size, int) for size in output_shape):
+        raise TypeError(f"output_shape {content['output_shape']!r}")
     chosen = _decoded(content["likelihood"], likelihood, "likelihood", Likelihood)
-    noise = chosen.initial_weights(tuple(content["output_shape"]), dtype=torch.float32, device=device)
+    noise = chosen.initial_weights(output_shape, dtype=torch.float32, device=device)
     stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
     if {name: list(value.shape) for name, value in noise.items()} != stored:
         raise ValueError(
@@ -185,9 +189,9 @@ def _read(
         num_data=int(content["num_data"]),
         initial=initial,
         random=tuple(content["random"]),
-        buffers={name: holders[name].detach().clone() for name in content["buffers"]},
+        buffers={name: holders[name].detach().to(dtypes[name], copy=True) for name in content["buffers"]},
         output=output,
-        output_shape=tuple(content["output_shape"]),
+        output_shape=output_shape,
         target_ndim=int(content["target_ndim"]),
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],

@@ -55,7 +55,8 @@ def _sync_folder(folder: Path) -> None:
 
 def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
     """Named tensors → the bytes of a safetensors file and their sha256."""
-    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    content = save(plain, metadata={"names": json.dumps(list(plain))})
     return content, hashlib.sha256(content).hexdigest()
 
 
@@ -77,7 +78,11 @@ def read_tensors(path: Path, sha256: str) -> Weights:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
-        return load(content)
+        found = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return {
+            name: found[name] for name in json.loads(header["__metadata__"]["names"])
+        }  # in the order given to `pack`
     except (SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -244,9 +245,8 @@ def _digit_methods(quick: bool) -> list[Entry]:
 def entries(known: Sequence[Entry]) -> list[Entry]:
     """The known methods that are registered, then every other registered one with its default settings."""
     chosen = [entry for entry in known if entry.key.removesuffix("-chains") in methods.registry]
-    settled = {entry.key for entry in known}
     for name, kind in methods.registry.items():
-        if name in settled:
+        if name in {entry.key for entry in known}:
             continue
         start = None if kind.traits.trains else "map"  # what does not train needs a trained network
         try:
@@ -292,10 +292,12 @@ def _fit(
         torch.manual_seed(seed)
         network = problem.network()
     begin = time.perf_counter()
-    posterior = plausible.fit(
-        network, problem.train, entry.method, likelihood=problem.likelihood, prior=problem.prior,
-        init=init, seed=seed, progress=False,
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="stopped by Ctrl-C")  # the whole demo stops
+        posterior = plausible.fit(
+            network, problem.train, entry.method, likelihood=problem.likelihood, prior=problem.prior,
+            init=init, seed=seed, progress=False,
+        )  # fmt: skip
     if posterior.interrupted:
         raise KeyboardInterrupt
     return posterior, before + time.perf_counter() - begin
