@@ -499,30 +499,36 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert _equal(posterior, pl.load(tmp_path / "a" / "b" / "c", _network()))
 
 
-@pytest.mark.parametrize("where", ["write_json", "write_tensors", "rename"])
+def _full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["write_json", "write_tensors"])
 def test_a_save_that_fails_leaves_what_was_there(where: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = pl.load(saved, _network()), _fit(seed=1)
-    renamed = os.rename
-
-    def fail(*arguments: Any) -> None:
-        if where == "rename" and not Path(arguments[0]).joinpath("posterior.json").exists():
-            return renamed(*arguments)
-        if where == "rename" and Path(arguments[0]) == saved:
-            return renamed(*arguments)  # the old one is moved away, then the new one fails to take its place
-        if where == "rename" and Path(arguments[1]) == saved and not failed:
-            failed.append(1)
-            raise OSError(28, "No space left on device")
-        if where == "rename":
-            return renamed(*arguments)
-        raise OSError(28, "No space left on device")
-
-    failed: list[int] = []
     with monkeypatch.context() as patched:
-        patched.setattr(os if where == "rename" else storage, where, fail)
+        patched.setattr(storage, where, _full)
         with pytest.raises(OSError, match="No space left"):
             other.save(saved, overwrite=True)
-        with pytest.raises(OSError, match="No space left") if where != "rename" else pytest.raises(FileExistsError):
-            other.save(saved.parent / "new" if where != "rename" else saved)
+        with pytest.raises(OSError, match="No space left"):
+            other.save(saved.parent / "new")
+    assert [p.name for p in saved.parent.iterdir()] == ["run"]
+    assert _equal(first, pl.load(saved, _network()))
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = pl.load(saved, _network()), _fit(seed=1)
+    renamed, calls = os.rename, []
+
+    def second_fails(source: Path, target: Path) -> None:
+        calls.append((source, target))
+        _full() if len(calls) == 2 else renamed(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", second_fails)
+        with pytest.raises(OSError, match="No space left"):
+            other.save(saved, overwrite=True)
+    assert [target == saved for _, target in calls] == [False, True, True]  # away, the new one fails, back
     assert [p.name for p in saved.parent.iterdir()] == ["run"]
     assert _equal(first, pl.load(saved, _network()))
 

@@ -135,10 +135,10 @@ class Posterior(ABC):
 
     def _try(self, inputs: Any) -> None:
         """Run the network on one example, so that `predict` refuses inputs that do not fit and not the first question to it."""
+        model, first = self.model, take(inputs, slice(0, 1))
         with torch.no_grad():
-            _running(
-                lambda: self.model.outputs({**self.model.initial, **self.model.buffers}, take(inputs, slice(0, 1)))
-            )
+            outputs = _running(lambda: model.outputs({**model.initial, **model.buffers}, first))
+        self._check_shape(outputs.shape[1:])
 
     def _evaluate_in_parts(self, plan: Any, inputs: Any, batch_size: int | None) -> Draws:
         count = num_rows(inputs)
@@ -149,12 +149,15 @@ class Posterior(ABC):
                 rows = slice(start, start + size)
                 parts.append(_running(lambda rows=rows: self.evaluate(plan, take(inputs, rows))))  # type: ignore[misc]
         outputs = parts[0].outputs if len(parts) == 1 else torch.cat([part.outputs for part in parts], dim=1)
-        if tuple(outputs.shape[2:]) != tuple(self.model.output_shape):
+        self._check_shape(outputs.shape[2:])
+        return Draws(outputs, parts[0].weights)
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        if tuple(shape) != tuple(self.model.output_shape):
             raise ValueError(
-                f"x gives outputs of shape {tuple(outputs.shape[2:])} per example, the data it was fitted on gave "
+                f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave "
                 f"{tuple(self.model.output_shape)}"
             )
-        return Draws(outputs, parts[0].weights)
 
     # -----------------------------------------------------------------------------------------------------------------
     # About the posterior
@@ -300,7 +303,7 @@ class DrawsPosterior(Posterior):
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         """Draws of the random weights, named, stacked on a leading axis."""
         found = self.store.get(self.plan_draws(_check_draws(draws), seed), self.device)
-        return {name: found[name] for name in self.model.random}
+        return {name: found[name].clone() for name in self.model.random}  # the store may have given its own tensors
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """R̂ and effective sample sizes over all draws in chain order, of f(x) or of the weights; see `Posterior`."""
