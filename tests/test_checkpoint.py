@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
 from plausible import storage
-from plausible.engine.checkpoint import refuse_other
+from plausible.engine.checkpoint import Checkpointer, refuse_other
 from plausible.schedules import Cosine
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -486,6 +486,25 @@ def test_only_one_state_is_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "run" / "checkpoint.json").read_text())
     assert content["finished"]
     assert content["step"] == 28
+
+
+def test_a_second_checkpoint_of_the_same_step_never_touches_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Checkpointer(pl.Checkpoint(tmp_path / "run"), {"seed": 1})
+    keeper.save(5, {"w": torch.ones(3)}, storage.DrawWriter(), {}, {}, finished=False)
+
+    def die(*_: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "write_json", die)
+        with pytest.raises(Stop):
+            keeper.save(5, {"w": torch.zeros(3)}, storage.DrawWriter(), {}, {}, finished=True)
+    resumed = Checkpointer(pl.Checkpoint(tmp_path / "run"), {"seed": 1}).load(storage.DrawWriter())
+    assert resumed is not None
+    assert (resumed.step, resumed.finished) == (5, False)
+    assert torch.equal(resumed.tensors["state.0"], torch.ones(3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

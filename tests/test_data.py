@@ -185,6 +185,7 @@ TEXT = {
     "numbers as words": ["1", "2", "3"],
     "bytes": [b"1", b"2", b"3"],
     "words as objects": np.array(["1", "2", "3"], dtype=object),
+    "numpy's words as objects": np.array([np.str_(i) for i in "123"] + [None], dtype=object)[:3],
     "dates": np.array(["2020-01-01", "2020-01-02", "2020-01-03"], dtype="M8[D]"),
     "durations": np.array([1, 2, 3], dtype="m8[s]"),
     "python dates": [datetime.date(2020, 1, day) for day in (1, 2, 3)],

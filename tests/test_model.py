@@ -866,10 +866,11 @@ def test_submodules_in_evaluation_mode_stay_in_it() -> None:
 
 
 def test_one_example_is_enough_to_find_the_buffers() -> None:
-    images = randn(1, 2, 4, 4).float()
-    network = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 1))
-    model = build(network, images, randn(1, 1).float())
-    assert list(model.buffers) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    names = ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    images = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 1))
+    assert list(build(images, randn(1, 2, 4, 4).float(), randn(1, 1).float()).buffers) == names
+    rows = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    assert list(build(rows, randn(1, 2).float(), randn(1, 1).float()).buffers) == names
 
 
 def test_dropout_is_on_in_training_and_off_in_prediction() -> None:
@@ -1089,8 +1090,8 @@ def test_the_users_module_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_are_taken_where_they_are_switched_off(mode: Any) -> None:
-    expected = quick(mlp(dtype=torch.float32), (randn(N, 3), randn(N, 1))).weights()
-    network = mlp(dtype=torch.float32)
+    network = mlp()
+    expected = quick(network, (randn(N, 3), randn(N, 1))).weights()
     with mode():
         x, y = randn(N, 3), randn(N, 1)  # under inference_mode these are tensors that autograd refuses
         inside = quick(network, (x, y))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plausible.model import Model
     from plausible.posterior import Posterior
     from plausible.predictive import Predictive
+    from plausible.prior_checks import prior_predictive
     from plausible.saving import load
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "load",
     "methods",
     "optimisers",
+    "prior_predictive",
     "priors",
     "schedules",
     "testing",
@@ -50,6 +52,7 @@ _HOMES = {
     "Predictive": "predictive",
     "fit": "fitting",
     "load": "saving",
+    "prior_predictive": "prior_checks",
 }
 _ROOMS = ("likelihoods", "methods", "optimisers", "priors", "schedules", "testing")
 

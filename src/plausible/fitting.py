@@ -190,7 +190,7 @@ def _prepare(
             log.info("prior: Gaussian(scale=1.0) on every weight, the default")
         model = Model.build(
             network, likelihood, as_prior(prior), example, num_data=prepared.num_data, where=where, output=output,
-            device=device, precision=_as_precision(precision, method),
+            device=device, precision=_as_precision(precision, method), check_targets=not isinstance(prepared, ArrayData),
         )  # fmt: skip
     if isinstance(prepared, ArrayData):
         batch = prepared.batch

@@ -112,8 +112,12 @@ class Model:
         output: Callable[[Any], Tensor] | None = None,
         device: torch.device | str = "cpu",
         precision: torch.dtype | None = None,
+        check_targets: bool = True,
     ) -> Model:
-        """Copy the network, run it on `example`, check shapes, and decide which weights are random."""
+        """Copy the network, run it on `example`, check shapes, and decide which weights are random.
+
+        `check_targets=False` leaves the targets to the caller, who has all of them or has none.
+        """
         if output is not None and not callable(output):
             raise TypeError(f"output must be a function of what the network returns, got {output!r}")
         private = private_copy(network).to(device)
@@ -129,7 +133,8 @@ class Model:
         outputs, uses = model._probe(example)
         model.output_shape = tuple(outputs.shape[1:])
         model.target_ndim = example.y.ndim
-        likelihood.check(outputs.shape, example.y, mask=example.mask)
+        if check_targets:
+            likelihood.check(outputs.shape, example.y, mask=example.mask)
         noise = likelihood.initial_weights(model.output_shape, dtype=outputs.dtype, device=outputs.device)
         initial = {**parameters, **noise}
         random = choose(initial, where, model._layer_of(max(uses, key=lambda name: uses[name])))

@@ -32,14 +32,26 @@ def prior_predictive(
     The functions themselves are `.functions`, [draws, N, *outputs]. Needs no targets; the module is not changed. An improper
     prior cannot be drawn from and raises ValueError.
     """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+    if not isinstance(likelihood, Likelihood):
+        raise TypeError(f"likelihood must be one of plausible.likelihoods, such as Gaussian(), got {likelihood!r}")
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"draws must be a whole number of at least 1, got {draws!r}")
     first = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(()))
     inputs = as_inputs(x, dtype=first.dtype, device=first.device)
     if num_rows(inputs) == 0:
         raise ValueError("x is empty: there is nothing to predict")
-    model = Model.without_targets(
-        network, likelihood, as_prior(prior), Batch(take(inputs, slice(8)), torch.zeros(0)), output=output
+    example = Batch(take(inputs, slice(8)), torch.zeros(0))  # no targets are needed
+    model = Model.build(
+        network,
+        likelihood,
+        as_prior(prior),
+        example,
+        num_data=1,
+        output=output,
+        device=first.device,
+        check_targets=False,
     )
     weights = model.prior.sample(model.initial, random.generator(seed, 11), draws)
     with torch.no_grad():
