@@ -524,8 +524,8 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("y", "outputs", "settings", "error", "message"),
     [
-        (Y[:, 0], 1, {}, ValueError, r"shape \[8\].*\[8, 1\].*y\.unsqueeze\(-1\)"),
-        (Y, 2, {}, ValueError, r"targets have shape \[8, 1\], Gaussian expects \[8, 2\]"),
+        (Y[:, 0], 1, {}, ValueError, r"shape \[24\].*\[24, 1\].*y\.unsqueeze\(-1\)"),
+        (Y, 2, {}, ValueError, r"targets have shape \[24, 1\], Gaussian expects \[24, 2\]"),
         (CLASSES[:, None], 3, {}, ValueError, r"y\.squeeze\(-1\)"),
         (CLASSES, 1, {}, ValueError, "at least 2 classes"),
         (CLASSES, 2, {}, ValueError, r"class labels must lie in 0\.\.1"),

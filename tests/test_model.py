@@ -947,6 +947,7 @@ def test_networks_that_vmap_cannot_stack_run_in_a_loop_and_say_so(caplog: pytest
     torch.testing.assert_close(looped.functions(x), stacked.functions(x))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transformers() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
@@ -1052,6 +1053,7 @@ class Reserved(nn.Module):
     ],
 )
 @pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
 def test_modules_that_cannot_be_fitted_are_refused(
     network: Any, error: type[Exception], message: str, device: Any
 ) -> None:

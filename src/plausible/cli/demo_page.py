@@ -245,8 +245,8 @@ intervals hold what they promise.</p>
 
 <h2>How this was made</h2>
 <p>Both networks have one hidden layer (50 tanh units, 64 ReLU units) and a standard normal prior on every weight. The settings
-were chosen on other draws of the curve and by validation inside the training digits; tables of seed 0 were seen along the way, so take
-small differences for what they are. Both SGLD rows
+were chosen on other draws of the curve and by validation inside the training digits; tables of seed 0 were seen along
+the way, so take small differences for what they are. Both SGLD rows
 start from a fit that is already good, as their descriptions say; such short walks describe its surroundings rather than the
 whole posterior.</p>
 <details>

@@ -43,8 +43,9 @@ class MAP(Method):
 
     One draw, no epistemic uncertainty: the yardstick that every other method must beat. The prior does the regularising
     (a Gaussian one is L2 decay with the right constant); `optimiser=AdamW(weight_decay=…)` adds decoupled decay on top.
-    With `patience` a fraction `holdout` of the data is set aside, and training stops after that many epochs without a
-    better held-out log-likelihood, keeping the best weights. `epochs` None means 200, and at least 2,000 steps. Cost: one forward and one backward pass a step.
+    `epochs` None means 200 epochs, and on small data as many as 2,000 steps take. With `patience` a fraction `holdout` of the
+    data is set aside, and training stops after that many epochs without a better held-out log-likelihood, keeping the best
+    weights. Cost: one forward and one backward pass a step.
     """
 
     epochs: int | None = None
