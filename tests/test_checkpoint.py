@@ -753,7 +753,7 @@ forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot
 @forking
 @pytest.mark.parametrize("kind", ["sgld", "ensemble"])
 def test_a_process_killed_at_random_moments_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
-    found = _killed("killed_at_random_moments", kind, tmp_path, length=25, steps=5)
+    found = _killed("killed_at_random_moments", kind, tmp_path, length=20, steps=5)
     assert found["equal"]
     assert found["kills"] >= 1
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import plausible as pl
 from plausible import storage
 from plausible.data import Batch, Order, as_data
-from plausible.engine import accumulate, memory
+from plausible.engine import accumulate, loop, memory
 from plausible.methods.base import Method, Plan
 from plausible.posterior import DrawsPosterior
 from plausible.weights import Weights, clone
@@ -345,6 +345,13 @@ def test_a_bad_term_names_step_and_term_and_leaves_the_last_good_state(bad: int)
     assert height <= max(bad - 2, 0)
     assert height == error.posterior.run["steps"]
     assert error.posterior.history.get("height", []) == [10 * i + 5.5 for i in range(int(height) // 10)]
+
+
+def test_a_large_state_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop._Run, "TWO_MARKS", 0)
+    with pytest.raises(pl.DivergenceError) as caught:
+        _count(Count(steps=400, per_epoch=10, bad_term=100))
+    assert _height(caught.value.posterior)[0] < 100
 
 
 @pytest.mark.parametrize("bad", [1, 2, 7, 400])

@@ -40,7 +40,6 @@ from plausible.priors import Prior
 from plausible.weights import Weights
 
 log = logging.getLogger("plausible")
-_private_copy = private_copy
 
 
 class Joint(NamedTuple):

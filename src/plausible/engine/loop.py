@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plausible import random
-from plausible.data import Data, StreamData
+from plausible.data import Data, StreamData, num_rows
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.accumulate import accumulate
 from plausible.engine.checkpoint import Checkpoint, Checkpointer
@@ -25,7 +25,7 @@ from plausible.engine.stepper import Captured, Info, Stepper, make
 from plausible.methods.base import Method, Plan
 from plausible.model import Model
 from plausible.storage import DrawStore, DrawWriter, WriterMark
-from plausible.weights import clone, copy_into, num_elements
+from plausible.weights import clone, copy_into, num_bytes, num_elements
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -112,7 +112,8 @@ def _plan(method: Method, data: Data) -> Plan:
         try:
             per_epoch = len(loader)
         except TypeError:
-            per_epoch = -(-data.num_data // (size or 1))
+            size = size or num_rows(next(iter(data.passes())).x)  # batches made by the data set itself
+            per_epoch = -(-data.num_data // size)
         plan = method.plan(data.num_data, per_epoch)
         if plan.batch_size is None:
             data.all()  # says why not
@@ -136,6 +137,7 @@ class _Run:
     """One run: the loop's variables in one place."""
 
     MAX_SEGMENT = 256
+    TWO_MARKS = 2**28  # bytes of state up to which the start of the segment before is kept too
 
     def __init__(
         self, method: Method, model: Model, plan: Plan, source: Source, state: Any, mode: Mode, writer: DrawWriter,
@@ -186,7 +188,7 @@ class _Run:
                 bad = self._bad_weights(stepper.state, len(infos))
                 if bad is not None:
                     self._diverged(bad, mark, mark.done)
-                good = mark
+                good = mark if num_bytes(mark.state) <= self.TWO_MARKS else None
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
                 self._note(rows, mark.done)
