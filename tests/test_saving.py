@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -788,3 +790,19 @@ def test_a_resumed_mixture_has_the_same_bits(tmp_path: Path) -> None:
 def test_kinds_are_registered() -> None:
     assert kinds["draws"] is DrawsPosterior
     assert kinds["mixture"] is MixturePosterior
+
+
+def test_a_process_that_does_nothing_else_can_load(tmp_path: Path) -> None:
+    """Names are imported lazily: loading must bring the methods it decodes."""
+    net = nn.Linear(2, 1)
+    x, y = torch.randn(12, 2), torch.randn(12, 1)
+    for name, method in {"map": pl.MAP(epochs=2), "many": pl.Ensemble(pl.SGLD(epochs=4), members=2)}.items():
+        pl.fit(net, (x, y), method, progress=False).save(tmp_path / name)
+    code = (
+        "import sys, torch, plausible as pl\n"
+        "for path in sys.argv[1:]: print(pl.load(path, torch.nn.Linear(2, 1)).predict(torch.zeros(1, 2)).mean.shape)"
+    )
+    paths = [str(tmp_path / "map"), str(tmp_path / "many")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([1, 1])") == 2

@@ -112,7 +112,7 @@ def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None
         bad &= mask
     if bool(bad.any()):
         first = tuple(int(i) for i in bad.nonzero()[0])
-        kind = "NaN" if bool(torch.isnan(tensor[first])) else "infinity"
+        kind = "a NaN" if bool(torch.isnan(tensor[first])) else "an infinity"
         count = int(bad.sum())
         fix = (
             "remove or impute those rows, or pass mask= (True where a target was observed, or mask='nan')"
@@ -120,7 +120,7 @@ def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None
             else "remove or impute those rows"
         )
         raise ValueError(
-            f"{name} contains {count} non-finite value{'s' * (count > 1)}, the first a {kind} at {first}; {fix}"
+            f"{name} contains {count} non-finite value{'s' * (count > 1)}, the first {kind} at {first}; {fix}"
         )
 
 

@@ -205,7 +205,10 @@ def _example(data: Data, rows: int = 8) -> Batch:
     """A few examples to learn the shapes from."""
     if isinstance(data, ArrayData):
         return select_rows(data.batch, slice(rows))
-    return select_rows(next(iter(data.chunks(rows))), slice(rows))
+    first = next(iter(data.chunks(rows)), None)
+    if first is None:
+        raise ValueError("data is empty: the loader gave no batch")
+    return select_rows(first, slice(rows))
 
 
 def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
@@ -246,6 +249,10 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
         draws = earlier.store.get(rows, earlier.device)
     else:
         draws = earlier.weights()
+    count = len(next(iter(draws.values())))
+    for name in model.likelihood_names:  # noise that was fixed there and is learned here starts where it would anyway
+        if name not in draws:
+            draws = {**draws, name: model.initial[name].expand(count, *model.initial[name].shape)}
     for name, value in model.initial.items():
         found = "is missing there" if name not in draws else f"has shape {tuple(draws[name].shape[1:])} there"
         if name not in draws or draws[name].shape[1:] != value.shape:
@@ -262,20 +269,29 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
     return model.starting_at({name: value[-1] for name, value in draws.items()}, draws)
 
 
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """A hash of named tensors."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in weights.items():
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _identity(method: Method, model: Model, data: Data, seed: int) -> dict[str, Any]:
     """What must agree for a checkpoint to be this run's."""
-    fixed = hashlib.blake2b(digest_size=8)
-    for name, value in (*model.network.named_parameters(), *model.network.named_buffers()):
-        if name not in model.initial and name not in model.buffers:
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            fixed.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+    everything = (*model.network.named_parameters(), *model.network.named_buffers())
+    fixed = {name: value for name, value in everything if name not in model.initial and name not in model.buffers}
     return {
         "method": serialise.encode(method, strict=False),
         "likelihood": serialise.encode(model.likelihood, strict=False),
         "prior": serialise.encode(model.prior, strict=False),
         "weights": {name: list(value.shape) for name, value in model.initial.items()},
         "random": list(model.random),
-        "fixed": fixed.hexdigest(),
+        "network": repr(model.network),
+        "output": model.output is not None,
+        "init": None if model.initial_draws is None else _digest(model.initial_draws),
+        "fixed": _digest(fixed),
         "temperature": model.temperature,
         "precision": None if model.precision is None else "bfloat16",
         "num_data": data.num_data,

@@ -360,7 +360,8 @@ class Model:
             with torch.no_grad():
                 prior = self.log_prior(weights)
                 if not leave_l2:
-                    grads = {n: torch.add(g, weights[n], alpha=l2) for n, g in grads.items()}
+                    # not torch.add(…, alpha=l2): the compiler folds that into the matrix product before it and loses alpha
+                    grads = {n: g + l2 * weights[n] for n, g in grads.items()}
                     l2 = 0.0
         value = total + prior
         return Joint(value if self.temperature == 1.0 else value / self.temperature, total, prior, grads, moved, l2)

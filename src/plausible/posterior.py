@@ -107,7 +107,7 @@ class Posterior(ABC):
         """Coherent function draws f_s(x): [draws, N, *outputs]. One draw is one function over all inputs."""
         inputs = self._inputs(x)
         plan = self.plan_draws(_check_draws(draws), seed)
-        return self._evaluate_in_parts(plan, inputs, None).outputs
+        return self._evaluate_in_parts(plan, inputs, None, seed).outputs
 
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs."""
@@ -120,7 +120,7 @@ class Posterior(ABC):
         plan = self.plan_draws(_check_draws(draws), seed)
         return Predictive(
             self.likelihood,
-            lambda rows: self._evaluate_in_parts(plan, take(inputs, rows), batch_size),
+            lambda rows: self._evaluate_in_parts(plan, take(inputs, rows), batch_size, seed),
             num_inputs=num_rows(inputs),
             num_draws=self.count(plan),
             output_shape=self.model.output_shape,
@@ -140,11 +140,11 @@ class Posterior(ABC):
             outputs = _running(lambda: model.outputs({**model.initial, **model.buffers}, first))
         self._check_shape(outputs.shape[1:])
 
-    def _evaluate_in_parts(self, plan: Any, inputs: Any, batch_size: int | None) -> Draws:
+    def _evaluate_in_parts(self, plan: Any, inputs: Any, batch_size: int | None, seed: int) -> Draws:
         count = num_rows(inputs)
         size = batch_size or max(1, min(count, 4096))
         parts: list[Draws] = []
-        with torch.no_grad():
+        with torch.no_grad(), random.isolated(seed, self.device):  # for networks that draw numbers themselves
             for start in range(0, count, size):
                 rows = slice(start, start + size)
                 parts.append(_running(lambda rows=rows: self.evaluate(plan, take(inputs, rows))))  # type: ignore[misc]
@@ -194,7 +194,9 @@ class Posterior(ABC):
 
     def to(self, device: torch.device | str) -> Posterior:
         """The same posterior on another device."""
-        target = torch.device(device)
+        from plausible.fitting import choose_device
+
+        target = choose_device(self.model.network, device)
         moved = self._moved(self.model.to(target), target)
         moved.log_evidence = self.log_evidence
         return moved

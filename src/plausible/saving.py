@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import plausible.methods  # noqa: F401  settings of methods are decoded by name
 from plausible import serialise, storage
 from plausible._version import __version__
 from plausible.likelihoods import Likelihood

@@ -316,7 +316,12 @@ class _Run:
             kept = f"; the last good state, after step {mark.done}, is in {str(self.keeper.folder)!r}"
         error = DivergenceError(
             f"{term} became {value} at step {step} of {self.plan.steps} (epoch {(step - 1) // self.plan.per_epoch + 1}); "
-            f"a smaller lr usually helps{kept}",
+            + (
+                "the starting weights give it already: are the targets very large? standardise them"
+                if step == 1
+                else "a smaller lr usually helps"
+            )
+            + kept,
             step,
             term,
         )

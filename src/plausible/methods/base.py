@@ -27,7 +27,7 @@ class Traits:
     `deterministic`: the same for every seed. `exact`: its draws follow the posterior up to Monte Carlo error (`bias` says in
     words what else to expect). `trains`: it moves the weights (the alternative is post hoc). `has_weights`: it has weight draws
     and not only function draws. `mixed_precision`: the forward pass may run in bfloat16. `chaotic`: small differences grow, so
-    that compiled and eager runs agree over single steps only.
+    that compiled and eager runs agree over single steps only. `noisy`: its steps draw noise of their own.
     """
 
     deterministic: bool = False
@@ -36,6 +36,7 @@ class Traits:
     has_weights: bool = True
     mixed_precision: bool = True
     chaotic: bool = False
+    noisy: bool = False
     bias: str = ""
 
 

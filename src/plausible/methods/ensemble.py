@@ -12,7 +12,7 @@ from torch import Tensor
 from plausible import random
 from plausible.data import Batch
 from plausible.engine.memory import require_memory
-from plausible.methods.base import Method, Plan, Traits
+from plausible.methods.base import Method, Plan, Traits, create
 from plausible.methods.map import MAP
 from plausible.model import Model
 from plausible.posterior import DrawsPosterior, MixturePosterior, Posterior
@@ -47,6 +47,8 @@ class Ensemble(Method):
     traits: ClassVar[Traits] = Traits(bias="as the method that it repeats")
 
     def __post_init__(self) -> None:
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", create(self.method))
         if not isinstance(self.method, Method):
             raise TypeError(f"Ensemble: method must be a Method such as MAP(), got {self.method!r}")
         if self.method.members is not None:
@@ -68,10 +70,21 @@ class Ensemble(Method):
         held = num_bytes(one) + 3 * num_bytes(model.initial)
         require_memory(
             self.members * held, key.device,
-            f"Ensemble of {self.members:,} members, each {held / 2**20:,.2f} MiB of weights, optimiser state and gradients",
+            f"Ensemble of {self.members:,} members, each {held / 2**10:,.1f} KiB of weights, optimiser state and gradients",
         )  # fmt: skip
         if self.init == "fresh" and model.initial_draws is None and (kept := model.not_reinitialisable()):
-            log.warning("these weights have no reset_parameters and start alike in all members: %s", ", ".join(kept))
+            log.warning(
+                "these weights cannot be initialised anew by reset_parameters and start alike in all members: %s; "
+                "init='prior' draws them from the prior",
+                ", ".join(kept),
+            )
+        alike = model.initial_draws is not None and len(next(iter(model.initial_draws.values()))) == 1
+        same = self.members > 1 and (alike or (self.init == "given" and model.initial_draws is None))
+        if same and not self.method.traits.noisy and self.plan(model.num_data).batch_size is None:
+            log.warning(
+                "all members start alike and see the same full batches: unless the network itself is random they stay copies of "
+                "each other and show no epistemic uncertainty; use init='fresh' or a batch_size"
+            )
         return stack([
             self.method.start(self._starting(model, member), random.fold(key, member)) for member in range(self.members)
         ])  # fmt: skip

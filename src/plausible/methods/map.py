@@ -115,7 +115,8 @@ class MAP(Method):
 
     def draws(self, state: MAPState) -> list[Weights]:
         """The final weights, or the best ones where training stops early."""
-        return [state.best if self.patience is not None else {**state.weights, **state.buffers}]
+        validated = self.patience is not None and bool(torch.isfinite(state.best_value))
+        return [state.best if validated else {**state.weights, **state.buffers}]
 
     @classmethod
     def conforming(cls) -> MAP:

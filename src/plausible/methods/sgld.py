@@ -43,9 +43,10 @@ class SGLD(Method):
     `lr` is ε, in units of the *full-data* log joint, so good values fall like 1/N. `temperature` T = 1 targets the
     posterior, below 1 a cold one. The first `burn_in` fraction of the steps is dropped, then every `thin`-th state is kept
     (None: about 100 draws in all). With a constant ε the stationary law is biased: on a Gaussian target of precision Λ, in
-    full batches, its variance is Λ⁻¹(1 − εΛ/4)⁻¹ instead of Λ⁻¹; minibatch noise adds to it, to first order by
-    (ε/4)·Var[∇̂]Λ⁻¹. Unstable above ε = 4/λ_max. Weights that `where` leaves out follow the same step without noise.
-    Parallel chains: `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass and P normal numbers a step.
+    full batches, its variance is Λ⁻¹(1 − εΛ/4)⁻¹ instead of Λ⁻¹. Independent minibatches would add (ε/4)·Var[∇̂]Λ⁻¹ to first
+    order; batches here are cut from reshuffled epochs, whose noise largely cancels within an epoch, and add less. Unstable
+    above ε = 4/λ_max. Weights that `where` leaves out follow the same step without noise. Parallel chains:
+    `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass and P normal numbers a step.
     """
 
     epochs: int | None = None
@@ -56,7 +57,7 @@ class SGLD(Method):
     temperature: float = 1.0
 
     name: ClassVar[str] = "sgld"
-    traits: ClassVar[Traits] = Traits(chaotic=True, bias="of the order of the step size")
+    traits: ClassVar[Traits] = Traits(chaotic=True, noisy=True, bias="of the order of the step size")
 
     def __post_init__(self) -> None:
         check_training(self)
