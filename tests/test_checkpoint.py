@@ -311,9 +311,9 @@ def started(tmp_path: Path) -> pl.Checkpoint:
         ({"where": "4.*"}, r"random was"),
         (
             {"net": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))},
-            r"random was \[.*'4.weight'.*\] and is now \[",
+            r"weights\.2\.weight was None and is now \[1, 8\]",
         ),
-        ({"net": _network(9)}, r"weights\.0\.bias was \[8\] and is now \[9\]"),
+        ({"net": _network(9)}, r"weights\.0\.weight was \[8, 2\] and is now \[9, 2\]"),
     ],
 )
 def test_another_run_is_refused_naming_the_difference(
@@ -783,3 +783,14 @@ def test_many_kills_at_random_moments(kind: str, seed: int, tmp_path: Path) -> N
 def test_kills_at_every_write_of_other_runs(kind: str, tmp_path: Path) -> None:
     found = _killed("killed_at_every_event", kind, tmp_path, length=5, steps=3)
     assert found["equal"], found
+
+
+def test_another_activation_is_another_run(tmp_path: Path) -> None:
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    for activation in (torch.nn.Tanh(), torch.nn.ReLU()):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), activation, torch.nn.Linear(3, 1))
+        if isinstance(activation, torch.nn.Tanh):
+            pl.fit(net, (x, y), pl.MAP(epochs=2), checkpoint=tmp_path / "run", progress=False)
+        else:
+            with pytest.raises(ValueError, match=r"network was .*Tanh"):
+                pl.fit(net, (x, y), pl.MAP(epochs=2), checkpoint=tmp_path / "run", progress=False)

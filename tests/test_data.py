@@ -215,7 +215,7 @@ def test_the_column_that_is_not_numeric_is_named(kind: Any) -> None:
     ("x", "position"),
     [
         (torch.tensor([[1.0, 2.0], [3.0, NAN]]), r"NaN at \(1, 1\)"),
-        (np.array([[1.0, 2.0], [np.inf, NAN]]), r"2 non-finite values, the first a infinity at \(1, 0\)"),
+        (np.array([[1.0, 2.0], [np.inf, NAN]]), r"2 non-finite values, the first an infinity at \(1, 0\)"),
         ([[1.0, None], [3.0, 4.0]], r"NaN at \(0, 1\)"),
         ({"a": np.ones(2), "b": np.array([1.0, -np.inf])}, r"infinity at \(1,\)"),
         (pandas.DataFrame({"a": [1.0, None]}), r"NaN at \(1, 0\)"),

@@ -143,7 +143,7 @@ def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path
     def differences(old: Any, new: Any, where: str) -> list[str]:
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found: list[str] = []
-            for key in sorted({*old, *new}):
+            for key in [*new, *sorted(set(old) - set(new))]:
                 found += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
             return found
         return [] if old == new else [f"{where} was {old!r} and is now {new!r}"]
