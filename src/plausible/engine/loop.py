@@ -101,8 +101,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
     source = Source(data, plan, seed=options.seed, members=method.members)
-    session = _Run(method, model, plan, source, state, mode, writer, keeper, options, held)
-    return session.go(resumed)
+    return _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
 
 
 def _plan(method: Method, data: Data) -> Plan:
