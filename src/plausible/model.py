@@ -231,7 +231,7 @@ class Model:
                     if name not in self.initial:
                         carry_over(variables[name], left)
             return result
-        # Eager: put the tensors straight into the private copy; functional_call costs about 100 µs a call.
+        # Eager: put the tensors straight into the private copy; functional_call costs as much as a small layer.
         kept = []
         for key, value in variables.items():
             for holder, name in self._slots.get(key, ()):

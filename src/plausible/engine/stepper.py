@@ -148,7 +148,7 @@ _serial = itertools.count()
 def _compiled(function: Callable[..., Any], *, resident: bool) -> Callable[..., Any]:
     """`torch.compile` of a whole step, without guards where every call has the same shapes and objects.
 
-    Checking guards costs 10–30 µs a call. Without them nothing would tell two steps apart that share their code, so each gets a
+    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each gets a
     code object of its own, and with it a cache of its own.
     """
     own = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_serial)}")
