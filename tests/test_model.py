@@ -746,6 +746,8 @@ def test_structured_outputs() -> None:
         (lambda f: f.argmax(1), None, TypeError, "outputs must be floating point, got torch.int64"),
         (lambda f: f.detach(), None, ValueError, "weights do not influence its output"),
         (lambda f: torch.zeros_like(f), None, ValueError, "weights do not influence its output"),
+        (lambda f: 0.0 * f, None, ValueError, "weights do not influence its output"),
+        (lambda f: nn.functional.threshold(f, 1e9, 0.0), None, ValueError, "weights do not influence its output"),
     ],
 )
 def test_outputs_that_cannot_be_used_are_refused(wrap: Any, output: Any, error: type[Exception], message: str) -> None:
@@ -778,6 +780,22 @@ def test_weights_that_do_not_influence_the_output_are_named(caplog: pytest.LogCa
     ]
     with pytest.raises(ValueError, match=r"chooses side\.weight, side\.bias, which do not influence the output"):
         build(Backwards().double(), x, y, output=lambda o: o[0], where="side.*")
+
+
+def test_units_that_are_dead_at_the_start_count(caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient of zero at the given weights says nothing: zero and dead initialisations are looked at around their point."""
+    x, y = randn(N, 3), randn(N, 1)
+    zero, dead = (nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(2))
+    for parameter in zero.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.constant_(dead[0].bias, -3.0)
+    nn.init.constant_(dead[0].weight, 1e-3)
+    with caplog.at_level(logging.WARNING, "plausible"):
+        for network in (zero, dead):
+            before = torch.random.get_rng_state()
+            build(network, x, y)
+            assert torch.equal(before, torch.random.get_rng_state())
+    assert caplog.records == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plausible.optimisers import SGD, AdamW, Optimiser, as_optimiser, transformed
+from plausible.optimisers import SGD, AdamW, Optimiser, as_optimiser
 from plausible.serialise import decode, encode
+from plausible.stacking import transformed
 
 STEPS = 7
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "scale": ()}

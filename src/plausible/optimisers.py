@@ -16,18 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plausible.compiling import hold
 from plausible.serialise import check_number, register
+from plausible.stacking import stacked_call, transformed, vmapped
+from plausible.weights import tensors
 
-__all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser", "transformed"]
+__all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser"]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
-
-
-def transformed() -> bool:
-    """Whether the current code is traced by `torch.compile` or runs inside `vmap`, `grad` or another transform."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class AdamState(NamedTuple):
@@ -52,7 +50,6 @@ class Optimiser(ABC):
     def init(self, weights: Mapping[str, Tensor]) -> Any:
         """The state before the first update: a named tuple of tensors on the weights' device."""
 
-    @abstractmethod
     def update(
         self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float = 0.0
     ) -> tuple[dict[str, Tensor], Any]:
@@ -61,6 +58,41 @@ class Optimiser(ABC):
         `l2` adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one: the gradient of a
         centred Gaussian prior for free, where autograd would spend several passes over the weights.
         """
+        if vmapped() and state.step.device.type == "cpu":
+            return stacked_call(lambda *call: self._members(l2, *call), weights, dict(grads), state, lr)
+        if transformed():
+            return self._pure(weights, grads, state, lr, l2)
+        with torch.no_grad():
+            self._donated(weights, grads, state, lr, l2)
+        return weights, state
+
+    def _members(self, l2: float, _: Any, axes: Any, arguments: Any) -> tuple[dict[str, Tensor], Any]:
+        """Stacked members that stand at the same step with the same rate are one larger network."""
+        weights, grads, state, lr = arguments
+        rates = lr if isinstance(lr, Tensor) else torch.tensor(lr)
+        same = not transformed() and bool(
+            (state.step == state.step.flatten()[0]).all() & (rates == rates.flatten()[0]).all()
+        )
+        written = tensors((weights, state))
+        if not same or any(axis != 0 for axis in tree_leaves(axes[:3])) or not all(t.is_contiguous() for t in written):
+            return torch.func.vmap(lambda w, g, s, r: self._pure(w, g, s, r, l2), in_dims=axes)(*arguments)
+        with torch.no_grad():
+            self._donated(
+                weights, grads, state._replace(step=state.step[0].clone()), lr if axes[3] is None else lr[0], l2
+            )
+        return weights, state._replace(step=state.step + 1)
+
+    @abstractmethod
+    def _pure(
+        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The update as plain tensor operations, inputs left alone."""
+
+    @abstractmethod
+    def _donated(
+        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float
+    ) -> None:
+        """The update written into the weights and the state."""
 
 
 @register
@@ -86,21 +118,6 @@ class AdamW(Optimiser):
     def init(self, weights: Mapping[str, Tensor]) -> AdamState:
         """Zero means and a zero count."""
         return AdamState(_zero_step(weights), _zeros(weights), _zeros(weights))
-
-    def update(
-        self,
-        weights: dict[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: AdamState,
-        lr: Tensor | float,
-        l2: float = 0.0,
-    ) -> tuple[dict[str, Tensor], AdamState]:
-        """One step of Adam with decoupled decay; see `Optimiser.update`."""
-        if transformed():
-            return self._pure(weights, grads, state, lr, l2)
-        with torch.no_grad():
-            self._donated(weights, grads, state, lr, l2)
-        return weights, state
 
     def _pure(
         self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: AdamState, lr: Tensor | float, l2: float
@@ -183,24 +200,10 @@ class SGD(Optimiser):
         """Zero velocities and a zero count."""
         return SGDState(_zero_step(weights), _zeros(weights) if self.momentum else {})
 
-    def update(
-        self,
-        weights: dict[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: SGDState,
-        lr: Tensor | float,
-        l2: float = 0.0,
-    ) -> tuple[dict[str, Tensor], SGDState]:
-        """One step of gradient descent with momentum; see `Optimiser.update`."""
-        if transformed():
-            return self._pure(weights, grads, state, lr, self.weight_decay + l2)
-        with torch.no_grad():
-            self._donated(weights, grads, state, lr, self.weight_decay + l2)
-        return weights, state
-
     def _pure(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, decay: float
+        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, l2: float
     ) -> tuple[dict[str, Tensor], SGDState]:
+        decay = self.weight_decay + l2
         new: dict[str, Tensor] = {}
         velocity: dict[str, Tensor] = {}
         for name, weight in weights.items():
@@ -212,8 +215,9 @@ class SGD(Optimiser):
         return new, SGDState(state.step + 1, velocity)
 
     def _donated(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, decay: float
+        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, l2: float
     ) -> None:
+        decay = self.weight_decay + l2
         state.step.add_(1)
         w, g = list(weights.values()), [grads[name] for name in weights]
         velocity = [state.velocity[name] for name in weights] if self.momentum else []

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plausible.optimisers import transformed
 from plausible.priors.base import Rule, total
 from plausible.serialise import check_number, register
+from plausible.stacking import transformed
 
 LOG_2PI = math.log(2 * math.pi)
 EULER_GAMMA = 0.5772156649015329
