@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import plausible as pl
+from plausible import metrics
 from plausible.cli import app, files, scores, settings, targets, training
 from plausible.tabular import Table
 
@@ -93,32 +94,13 @@ def test_scores_of_a_gaussian_mixture_in_closed_form():
         return math.exp(-0.5 * ((y - mean) / 2) ** 2) / (2 * math.sqrt(2 * math.pi))
 
     expected = [math.log(0.5 * density(0.5, 0) + 0.5 * density(0.5, 2)), math.log(density(3, 1))]
-    assert scores.log_likelihood(predictive, y) == pytest.approx(sum(expected) / 2, rel=1e-5)
+    assert metrics.log_likelihood(predictive, y) == pytest.approx(sum(expected) / 2, rel=1e-5)
     found = scores.held_out(targets.Target(("y",), "gaussian"), predictive, y)
     assert found["targets"]["y"]["rmse"] == pytest.approx(math.sqrt((0.25 + 4) / 2))
     assert found["targets"]["y"]["mae"] == pytest.approx(1.25)
     assert found["targets"]["y"]["coverage_90"] == 1.0
     far = scores.held_out(targets.Target(("y",), "gaussian"), predictive, torch.tensor([[0.5], [1 + 2 * 1.65]]))
     assert far["targets"]["y"]["coverage_90"] == 0.5  # the second is N(1, 2²), and 1.65 > 1.645
-
-
-def test_scores_of_classes_by_hand():
-    probs = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.6, 0.2, 0.2]])
-    y = torch.tensor([0, 2, 1, 0])
-    assert scores.accuracy(probs, y) == 0.75
-    brier = (0.01 + 0.01) + (0.04 + 0.25 + 0.49) + (0.01 + 0.04 + 0.01) + (0.16 + 0.04 + 0.04)
-    assert scores.brier(probs, y) == pytest.approx(brier / 4)
-    # every confidence has a bin of its own: 0.9, 0.5, 0.8, 0.6
-    assert scores.ece(probs, y) == pytest.approx((0.1 + 0.5 + 0.2 + 0.4) / 4)
-    # one bin: the gap between mean accuracy and mean confidence
-    assert scores.ece(probs, y, bins=1) == pytest.approx(0.75 - 0.7)
-
-
-def test_ece_bins_are_closed_above():
-    # confidences 0.6 and 0.8 share the bin (0.5, 1] of two; 1.0 belongs to the last bin
-    probs = torch.tensor([[0.6, 0.4], [0.2, 0.8], [1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
-    y = torch.tensor([0, 0, 0, 0])
-    assert scores.ece(probs, y, bins=2) == pytest.approx((abs(0.4 - 0.8 + 0.0) + 0.5) / 4)
 
 
 def test_scores_of_yes_and_no_targets():

@@ -30,8 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import plausible
-from plausible import methods
-from plausible.cli import scores
+from plausible import methods, metrics
 from plausible.cli.errors import one_line
 from plausible.likelihoods import Categorical, Gaussian, Likelihood
 from plausible.methods import MAP, SGLD, Ensemble, Method
@@ -307,13 +306,13 @@ def _judge_regression(problem: Problem, posterior: Posterior) -> tuple[dict[str,
     """Scores near the data and in the gap, and the bands over a grid that reaches beyond both."""
     x, y = problem.test
     predictive = posterior.predict(x)
-    density, mean, (low, high) = predictive.log_prob(y), predictive.mean, predictive.interval(LEVEL)
+    mean, (low, high) = predictive.mean, predictive.interval(LEVEL)
     values: dict[str, float] = {}
     for place, rows in (("data", x[:, 0].abs() >= GAP), ("gap", x[:, 0].abs() < GAP)):
         values |= {
-            f"log_likelihood_{place}": float(density[rows].double().mean()),
-            f"rmse_{place}": scores.rmse(mean[rows], y[rows]),
-            f"coverage_{place}": scores.coverage(low[rows], high[rows], y[rows]),
+            f"log_likelihood_{place}": metrics.log_likelihood(predictive, y, mask=rows[:, None]),
+            f"rmse_{place}": metrics.rmse(mean[rows], y[rows]),
+            f"coverage_{place}": metrics.coverage((low[rows], high[rows]), y[rows]),
             f"epistemic_{place}": float(predictive.epistemic[rows].double().mean().sqrt()),
         }
     grid = torch.linspace(-REACH - 1.0, REACH + 1.0, 241)[:, None]
@@ -332,12 +331,12 @@ def _judge_digits(problem: Problem, posterior: Posterior) -> tuple[dict[str, flo
     predictive = posterior.predict(x)
     probs, entropy = predictive.probs, predictive.entropy
     wrong = probs.argmax(-1) != y
-    pairs = entropy[wrong][:, None] - entropy[~wrong][None, :]
+    both = bool(wrong.any()) and not bool(wrong.all())
     values = {
-        "log_likelihood": scores.log_likelihood(predictive, y),
-        "error": 1 - scores.accuracy(probs, y),
-        "ece": scores.ece(probs, y),
-        "found": float(((pairs > 0) + 0.5 * (pairs == 0)).double().mean()) if pairs.numel() else float("nan"),
+        "log_likelihood": metrics.log_likelihood(predictive, y),
+        "error": 1 - metrics.accuracy(probs, y),
+        "ece": metrics.ece(probs, y),
+        "found": metrics.ood_auroc(probs[~wrong], probs[wrong]) if both else float("nan"),
     }
     arrays = {"probs": probs, "entropy": entropy, "information": predictive.mutual_information, "wrong": wrong}
     return values, {name: value.cpu().numpy() for name, value in arrays.items()}

@@ -23,6 +23,11 @@ LABELS = {
     "accuracy": "accuracy",
     "brier": "Brier score",
     "ece": "calibration error (ECE, 15 bins)",
+    "classwise_ece": "the same for each class, averaged",
+    "calibrated_log_loss": "log loss at a fitted temperature",
+    "aurc": "risk averaged over coverage (AURC)",
+    "crps": "CRPS",
+    "quantile_calibration": "calibration error of quantiles",
 }
 
 
@@ -33,7 +38,9 @@ def console() -> Console:
 
 def label(key: str) -> str:
     """The words for a score."""
-    return f"inside the {key.removeprefix('coverage_')} % interval" if key.startswith("coverage_") else LABELS[key]
+    kind, _, level = key.rpartition("_")
+    words = {"coverage": f"inside the {level} % interval", "width": f"mean width of the {level} % interval"}
+    return words[kind] if kind in words else LABELS[key]
 
 
 def number(key: str, value: float) -> str:
