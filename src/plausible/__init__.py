@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from plausible._version import __version__
 
 if TYPE_CHECKING:
-    from plausible import likelihoods, methods, optimisers, priors, schedules, testing
+    from plausible import datasets, likelihoods, methods, metrics, optimisers, priors, schedules, testing, uncertainty
     from plausible.data import Batch
     from plausible.engine import Checkpoint, DivergenceError
     from plausible.fitting import fit
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from plausible.predictive import Predictive
     from plausible.prior_checks import prior_predictive
     from plausible.saving import load
+    from plausible.sklearn import BayesianClassifier as BayesianClassifier
+    from plausible.sklearn import BayesianRegressor as BayesianRegressor
 
 __all__ = [
     "MAP",
@@ -32,19 +34,24 @@ __all__ = [
     "Posterior",
     "Predictive",
     "__version__",
+    "datasets",
     "fit",
     "likelihoods",
     "load",
     "methods",
+    "metrics",
     "optimisers",
     "prior_predictive",
     "priors",
     "schedules",
     "testing",
+    "uncertainty",
 ]
 
 _HOMES = {
     "Batch": "data",
+    "BayesianClassifier": "sklearn",
+    "BayesianRegressor": "sklearn",
     "Checkpoint": "engine",
     "DivergenceError": "engine",
     "Model": "model",
@@ -54,13 +61,14 @@ _HOMES = {
     "load": "saving",
     "prior_predictive": "prior_checks",
 }
-_ROOMS = ("likelihoods", "methods", "optimisers", "priors", "schedules", "testing")
+_ROOMS = ("datasets", "likelihoods", "methods", "metrics", "optimisers", "priors", "schedules", "testing", "uncertainty")
+_EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"plausible.{name}")
-    if name not in __all__ or name.startswith("_"):  # submodules are imported by name, not found here
+    if name not in (*__all__, *_EXTRAS) or name.startswith("_"):  # submodules are imported by name, not found here
         raise AttributeError(f"module 'plausible' has no attribute {name!r}")
     value = getattr(import_module(f"plausible.{_HOMES.get(name, 'methods')}"), name)
     globals()[name] = value
@@ -68,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_EXTRAS})
