@@ -243,12 +243,36 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x.unsqueeze(-1))[0][:, -1])
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+class Distances(nn.Module):
+    """An operation that vmap runs member by member, with a warning of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 2), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(torch.pdist(torch.cat([h, h]))[: len(x), None])
+
+
+@pytest.mark.filterwarnings("error")
+def test_operations_without_a_rule_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "plausible"):
+        pl.fit(
+            Distances(), _data(), pl.Ensemble(pl.MAP(epochs=2, batch_size=8), members=2), compile=False, progress=False
+        )
+    assert sum("no rule for aten::pdist" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_members_equal_looped_ones(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_members_equal_looped_ones(
+    kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     x, _ = _data()
     method, net = pl.Ensemble(pl.MAP(epochs=3, batch_size=8, lr=0.01), members=3), Recurrent(kind)
     stacked = pl.fit(net, _data(), method, **QUIET)
+    assert any("one after the other" in r.getMessage() for r in caplog.records)
     monkeypatch.setattr(pl.Ensemble, "step", lambda self, *rest: self.looped_step(*rest))
     looped = pl.fit(net, _data(), method, **QUIET)
     torch.testing.assert_close(stacked.functions(x), looped.functions(x), rtol=1e-3, atol=1e-4)

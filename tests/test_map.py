@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
-from plausible.data import Order
+from plausible.adversarial import input_range, with_neighbours
+from plausible.data import Batch, Order, as_data
 from plausible.optimisers import SGD, AdamW
 from plausible.random import permutation
 from plausible.schedules import Cosine, Exponential, Linear, Polynomial, Steps
@@ -322,3 +323,54 @@ def test_a_batch_larger_than_the_data_is_refused_and_the_default_is_not() -> Non
     with pytest.raises(ValueError, match=r"batch_size=41 is larger than the data \(40 examples\)"):
         _fit(x, y, pl.MAP(epochs=1, batch_size=41))
     assert _fit(x, y, pl.MAP(epochs=1)).run["steps"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adversarial training
+
+
+def _line() -> tuple[Tensor, Tensor]:
+    x = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None] * torch.tensor([[1.0, 10.0]], dtype=torch.float64)
+    return x, x @ torch.tensor([[1.0], [0.2]], dtype=torch.float64) + 0.3
+
+
+def test_neighbours_lie_where_the_likelihood_falls() -> None:
+    """For f = w·x with unit noise the slope of −log p is (w·x − y)·w: moved by the radius times its sign."""
+    x, y = _line()
+    net = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.constant_(net.weight, 0.5)
+    data = as_data((x, y), dtype=torch.float64, device="cpu")
+    torch.testing.assert_close(input_range(data), torch.tensor([2.0, 20.0], dtype=torch.float64))
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(scale=1.0), pl.priors.Gaussian(), data.all(), num_data=9)
+    radius = 0.1 * input_range(data)
+    doubled = with_neighbours(model, model.initial, data.all(), {}, radius, train=True)
+    residual = x @ net.weight.detach().T - y
+    expected = x + radius * (residual * net.weight.detach()).sign()
+    torch.testing.assert_close(doubled.x, torch.cat([x, expected]))
+    torch.testing.assert_close(doubled.y, torch.cat([y, y]))
+    joint = model.attacked(radius).gradient(model.initial, data.all())
+    both = [model.gradient(model.initial, Batch(part, y)) for part in (x, expected)]
+    torch.testing.assert_close(joint.log_likelihood, (both[0].log_likelihood + both[1].log_likelihood) / 2)
+    for name, grad in joint.grads.items():
+        torch.testing.assert_close(grad, (both[0].grads[name] + both[1].grads[name]) / 2)
+
+
+def test_adversarial_members_equal_single_runs_and_differ_from_plain_ones() -> None:
+    x, y = _line()
+    net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
+    settings: Any = {"compile": False, "progress": False}
+    one = pl.MAP(epochs=30, batch_size=None, adversarial=0.1)
+    alone = pl.fit(net, (x, y), one, **settings).functions(x)
+    stacked = pl.fit(net, (x, y), pl.Ensemble(one, members=2, init="given"), **settings).functions(x)
+    torch.testing.assert_close(stacked, alone.expand_as(stacked), rtol=1e-6, atol=1e-8)
+    plain = pl.fit(net, (x, y), pl.MAP(epochs=30, batch_size=None), **settings).functions(x)
+    assert (plain - alone).abs().max() > 1e-3
+
+
+def test_adversarial_is_refused_where_inputs_cannot_be_moved() -> None:
+    words, y = torch.randint(5, (20, 3)), torch.randn(20, 1)
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Flatten(), torch.nn.Linear(6, 1))
+    with pytest.raises(ValueError, match=r"adversarial: inputs must be one floating-point tensor.*int64"):
+        pl.fit(net, (words, y), pl.MAP(epochs=1, adversarial=0.01), progress=False)
+    with pytest.raises(ValueError, match="adversarial"):
+        pl.MAP(adversarial=-0.1)

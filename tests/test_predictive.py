@@ -1,6 +1,7 @@
 """The predictive mixture: closed forms, laws of total variance and entropy, quantiles, samples, and bounded memory."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -466,3 +467,12 @@ def test_on_a_gpu_everything_stays_there_and_agrees(likelihood: Likelihood, outp
     assert there.sample(3, seed=1).is_cuda
     assert torch.equal(there.sample(3, seed=1), there.sample(3, seed=1))
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_read_only_targets_are_fine() -> None:
+    y = np.zeros((3, 1), dtype=np.float32)
+    y.setflags(write=False)
+    predictive = Predictive.from_functions(torch.zeros(2, 3, 1), Gaussian(scale=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert predictive.log_prob(y).shape == (3,)

@@ -16,7 +16,7 @@ def is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
-def _as_tensor(value: Any, name: str) -> Tensor:
+def as_tensor(value: Any, name: str) -> Tensor:
     """One leaf → tensor; text, dates, missing entries of masked arrays and anything else that is not a number are refused."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta:
@@ -62,7 +62,7 @@ def _not_numeric(name: str, kind: str, given: Any) -> TypeError:
     column = ""
     for label in given.columns if is_frame(given) and given.to_numpy().ndim == 2 else ():
         try:
-            _as_tensor(given[label].to_numpy(), name)
+            as_tensor(given[label].to_numpy(), name)
         except TypeError:
             column = f" in column {label!r}"
             break
@@ -85,7 +85,7 @@ def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: s
     """Inputs as a tree of tensors: floating leaves take the module's dtype, integers stay; NaN and infinity are refused."""
 
     def leaf(value: Any) -> Tensor:
-        tensor = _as_tensor(value, name)
+        tensor = as_tensor(value, name)
         if tensor.is_floating_point():
             tensor = tensor.to(dtype)
         if tensor.is_floating_point() or tensor.is_complex():
@@ -126,7 +126,7 @@ def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None
 
 def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Targets and mask as tensors on the CPU; masked positions get a harmless value."""
-    target = _as_tensor(y, "y")
+    target = as_tensor(y, "y")
     if target.ndim == 0:
         raise ValueError("y must have a leading axis of examples, got a scalar")
     if target.is_complex():
@@ -141,7 +141,7 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
             raise ValueError(f"mask must be a boolean array shaped like y, or the string 'nan', got {mask!r}")
         observed = ~torch.isnan(target) if target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
     elif mask is not None:
-        observed = _as_tensor(mask, "mask")
+        observed = as_tensor(mask, "mask")
         if observed.dtype != torch.bool:
             raise TypeError(f"mask must be boolean (True where the target was observed), got {observed.dtype}")
         if observed.shape != target.shape:
@@ -156,7 +156,7 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
     """One finite weight of at least 0 for each example."""
-    tensor = _as_tensor(weight, "weights").to(dtype)
+    tensor = as_tensor(weight, "weights").to(dtype)
     if tensor.shape != (count,):
         raise ValueError(f"example weights must have shape ({count},), one per example, got {tuple(tensor.shape)}")
     _check_finite(tensor, "weights")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plausible import engine, random, serialise
 from plausible.data import ArrayData, Batch, Data, as_data, select_rows
-from plausible.engine import Checkpoint, DivergenceError, Options
+from plausible.engine import Checkpoint, DivergenceError, Options, ranks
 from plausible.likelihoods import Likelihood, infer
 from plausible.methods import Method, create
 from plausible.model import Model
@@ -71,6 +71,9 @@ def fit(
         mask: boolean, shaped like y, True where the target was observed; or "nan" to leave out NaN targets.
         precision: "bfloat16" runs the forward pass of methods that allow it in mixed precision.
 
+    Under `torchrun` the members of an ensemble are split over the ranks, batches of other methods divided among them, and every
+    rank returns the whole posterior; see docs/distributed.md.
+
     Raises ValueError or TypeError for bad input, `DivergenceError` where training meets NaN or infinity.
 
     """
@@ -78,30 +81,36 @@ def fit(
     seed = _as_seed(seed)
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
-    target = choose_device(network.network if isinstance(network, Model) else network, device)
-    with torch.inference_mode(False), random.isolated(seed, target):
-        model, prepared = _prepare(
-            network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
-        )
-        if init is not None:
-            model = continuing(model, init, method.members or 1)
-        options = Options(
-            seed=seed, compile=compile, progress=progress, callbacks=tuple(callbacks),
-            checkpoint=_as_checkpoint(checkpoint),
-            identity=_identity(method, model, prepared, seed) if checkpoint is not None else {},
-        )  # fmt: skip
-        try:
-            fitted = engine.run(method, model, prepared, options)
-        except DivergenceError as error:
-            if error.fitted is not None:
-                error.posterior = method.posterior(model, error.fitted)
-            raise
+    with ranks.assemble(method) as team:
+        module = network.network if isinstance(network, Model) else network
+        target = choose_device(module, team.device(device, module))
+        with torch.inference_mode(False), random.isolated(team.seed(seed), target):
+            model, prepared = _prepare(
+                network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
+            )
+            if init is not None:
+                model = continuing(model, init, method.members or 1)
+            if team.size > 1:
+                model = team.agree(model, _identity(method, model, prepared, seed))
+            options = Options(
+                seed=seed, compile=compile, progress=progress, callbacks=tuple(callbacks),
+                checkpoint=_as_checkpoint(checkpoint), team=team,
+                identity=_identity(method, model, prepared, seed) if checkpoint is not None else {},
+            )  # fmt: skip
+            try:
+                fitted = engine.run(method, model, prepared, options)
+            except DivergenceError as error:
+                if error.fitted is not None:
+                    error.posterior = team.part(method).posterior(model, error.fitted)
+                raise
     if fitted.interrupted:
         if fitted.draws is None and method.keeps_draws:
             raise KeyboardInterrupt(
                 "stopped before the first draw was kept"
                 + (f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else "")
             )
+        if team.rank:  # the first one says it
+            return method.posterior(model, fitted)
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
             + ("; call fit again with the same checkpoint to go on" if checkpoint is not None else ""),

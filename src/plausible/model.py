@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plausible import weights as tree
+from plausible.adversarial import with_neighbours
 from plausible.data import Batch, as_inputs, num_rows, take
 from plausible.differentiation import value_and_gradient
 from plausible.likelihoods import Likelihood
@@ -85,12 +86,13 @@ class Model:
         steps: int = 1,
         seed: int = 0,
         evaluated: tuple[str, ...] = (),
+        radius: Tensor | None = None,
     ):
         self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
         self.initial, self.random, self.buffers = initial, random, buffers
         self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
         self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
-        self.seed, self.evaluated = seed, evaluated
+        self.seed, self.evaluated, self.radius = seed, evaluated, radius
         self.points = tuple(name for name in initial if name not in random)
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
         self._spread = how_to_call(network)
@@ -152,7 +154,7 @@ class Model:
             name: getattr(self, name)
             for name in ("network", "likelihood", "prior", "num_data", "initial", "random", "buffers", "output",
                          "output_shape", "target_ndim", "temperature", "initial_draws", "precision", "steps", "seed",
-                         "evaluated")
+                         "evaluated", "radius")
         }  # fmt: skip
         settings.update(changes)
         return Model(**settings)
@@ -359,6 +361,8 @@ class Model:
         enters autograd: its gradient is added in closed form, or, with `leave_l2`, left to the optimiser as `Joint.l2` (so that
         grads + l2·w is the gradient).
         """
+        if self.radius is not None:
+            batch = with_neighbours(self, weights, batch, buffers or {}, self.radius, train=train)
         factor = scale / self.temperature
         precision = self.prior.precision
 
@@ -392,6 +396,10 @@ class Model:
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
         return self._replace(temperature=self.temperature * temperature)
 
+    def attacked(self, radius: Tensor) -> Model:
+        """The model whose gradients also see each example moved by `radius` to where it is least likely."""
+        return self._replace(radius=radius)
+
     def starting_at(self, weights: Mapping[str, Tensor], draws: Weights | None = None) -> Model:
         """The model whose optimisers and chains start at these weights (buffers may be among them)."""
         for name, value in self.initial.items():
@@ -408,6 +416,7 @@ class Model:
         return self._replace(
             network=copy.deepcopy(self.network).to(device), initial=tree.to(self.initial, device),
             buffers=tree.to(self.buffers, device), initial_draws=draws,
+            radius=None if self.radius is None else self.radius.to(device),
         )  # fmt: skip
 
     def for_run(self, *, num_data: int, steps: int, seed: int) -> Model:

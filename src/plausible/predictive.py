@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plausible.conversion import as_tensor
 from plausible.distributions import mixture_cdf, mixture_count_quantile, mixture_quantile
 from plausible.likelihoods import Likelihood, Scaled
 from plausible.random import isolated
@@ -323,7 +324,7 @@ class Predictive:
         return result
 
     def _targets(self, y: Any) -> Tensor:
-        targets = torch.as_tensor(y)
+        targets = as_tensor(y, "y")
         if self.likelihood.kind == "counts":
             (targets,) = double(targets)  # large counts are not rounded
         return self.likelihood.check((self.num_inputs, *self.output_shape), targets)

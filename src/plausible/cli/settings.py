@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plausible.tabular import listed, nearest
 
 
 def parse(text: str) -> tuple[str, Any]:
@@ -65,35 +63,6 @@ def build(name: str, options: Mapping[str, Any], extras: Iterable[str] = ()) -> 
         if key in settings:
             raise ValueError(f"{key} is given twice: by --set and by --{key.replace('_', '-')}")
         settings[key] = value
+    from plausible.methods.assembling import assemble
+
     return assemble(name, settings)
-
-
-def assemble(name: Any, settings: Mapping[str, Any]) -> Any:
-    """The method with these settings, the inner one first where it is a combinator."""
-    from plausible import methods
-
-    default: Any = methods.create(name)
-    own = {field.name for field in dataclasses.fields(default)}
-    inner = getattr(default, "method", None) if "method" in own else None
-    if inner is None:
-        refuse_unknown(settings, own, type(default).__name__)
-        return dataclasses.replace(default, **settings)
-    chosen = settings.get("method", inner.name)
-    if not isinstance(chosen, str):
-        raise ValueError(f"--set method={chosen}: the name of a method was expected; known: {listed(methods.registry)}")
-    passed = {key.removeprefix("method."): value for key, value in settings.items() if key not in own}
-    if chosen == inner.name:
-        refuse_unknown(passed, {field.name for field in dataclasses.fields(inner)}, type(default).__name__, own)
-        built = dataclasses.replace(inner, **passed)
-    else:
-        built = assemble(chosen, passed)
-    kept = {key: value for key, value in settings.items() if key in own and key != "method"}
-    return dataclasses.replace(default, method=built, **kept)
-
-
-def refuse_unknown(settings: Mapping[str, Any], known: Iterable[str], who: str, outer: Iterable[str] = ()) -> None:
-    """A ValueError for the first setting that nobody takes."""
-    known = sorted({*known, *outer})
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{who} has no setting {key!r}{nearest(key, known)}; it has {', '.join(known)}")

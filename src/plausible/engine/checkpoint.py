@@ -55,6 +55,11 @@ class Checkpointer:
         folder = Path(settings.path)
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "checkpoint.json").exists():
             foreign = sorted(p.name for p in folder.iterdir() if not _own(p.name))
+            if foreign and foreign[0].startswith("rank-"):
+                raise ValueError(
+                    f"checkpoint={str(folder)!r} holds a run on several ranks ({foreign[0]!r}): resume it by torchrun with as "
+                    "many, or use another folder"
+                )
             if foreign:
                 raise FileExistsError(
                     f"checkpoint={str(folder)!r} is not empty and holds no checkpoint (but {foreign[0]!r}); choose another"
@@ -137,21 +142,23 @@ def _own(name: str) -> bool:
     return name == "draws" or name.startswith((".", "state-"))
 
 
+def differences(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """Where two trees of settings differ: the place, the old value and the new one."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found: list[tuple[str, Any, Any]] = []
+        for key in [*new, *sorted(set(old) - set(new))]:
+            found += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+        return found
+    return [] if old == new else [(where, old, new)]
+
+
 def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
     """Name the first difference between the run that was checkpointed and this one."""
-
-    def differences(old: Any, new: Any, where: str) -> list[str]:
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found: list[str] = []
-            for key in [*new, *sorted(set(old) - set(new))]:
-                found += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
-            return found
-        return [] if old == new else [f"{where} was {old!r} and is now {new!r}"]
-
-    found = differences(stored, given, "")
+    found = differences(stored, given)
     if found:
+        where, old, new = found[0]
         raise ValueError(
-            f"the checkpoint in {str(path.parent)!r} belongs to another run: {found[0]}"
+            f"the checkpoint in {str(path.parent)!r} belongs to another run: {where} was {old!r} and is now {new!r}"
             + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
             + "; use the same settings and data, or another folder"
         )

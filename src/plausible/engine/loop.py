@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -20,6 +22,7 @@ from plausible.engine.checkpoint import Checkpoint, Checkpointer
 from plausible.engine.interrupt import Interrupt
 from plausible.engine.policy import Mode, decide
 from plausible.engine.progress import Progress
+from plausible.engine.ranks import Team, Vote
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Info, Stepper, make
 from plausible.methods.base import Method, Plan
@@ -51,6 +54,7 @@ class Options:
     checkpoint: Checkpoint | None = None
     callbacks: Sequence[Callback] = ()
     identity: dict[str, Any] = field(default_factory=dict)
+    team: Team = field(default_factory=Team)
 
 
 class Fitted(NamedTuple):
@@ -82,26 +86,36 @@ def sample(method: Method, model: Model, data: Data, options: Options) -> Fitted
 def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
     """Run a method to its end (or to Ctrl-C) and return what it left. The verbs differ in the plan alone."""
     device = next(iter(model.initial.values())).device
+    team = options.team
+    method = team.part(method)
     plan = _plan(method, data)
     held: Data | None = None
     if plan.patience is not None:
         data, held = data.split(plan.holdout, options.seed)
         plan = _plan(method, data)
-    model = model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed)
+    model = method.prepare(model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed), data)
     state = method.start(model, random.key(options.seed, device=device))
-    mode = decide(
+    mode = team.mode(decide(
         options.compile, steps=plan.steps, elements=num_elements(model.initial), members=method.members, device=device,
         resident=not isinstance(data, StreamData),
-    )  # fmt: skip
+    ))  # fmt: skip
+    model = team.model(model)
     writer = DrawWriter()
     keeper = None
     resumed = None
-    if options.checkpoint is not None:
-        keeper = Checkpointer(options.checkpoint, options.identity)
+    checkpoint = team.checkpoint(options.checkpoint)
+    if checkpoint is not None:
+        keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
-    source = Source(data, plan, seed=options.seed, members=method.members)
-    return _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
+    source = Source(
+        data, plan, seed=options.seed, members=method.members, numbers=team.member_numbers,
+        place=(team.rank, team.size) if team.divides else None,
+    )  # fmt: skip
+    resumed = team.ready(source, plan, resumed)
+    return team.gather(
+        method, _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
+    )
 
 
 def _plan(method: Method, data: Data) -> Plan:
@@ -144,7 +158,8 @@ class _Run:
     ):  # fmt: skip
         self.method, self.model, self.plan, self.source = method, model, plan, source
         self.state, self.mode, self.writer, self.keeper = state, mode, writer, keeper
-        self.options, self.held = options, held
+        self.options, self.held, self.team = options, held, options.team
+        self.resting = not self.team.works  # nothing is left to do here, but others may be at work
         self.device = next(iter(model.initial.values())).device
         self.history: dict[str, list[float]] = {}
         self.sums: dict[str, float] = {}
@@ -157,8 +172,9 @@ class _Run:
     def go(self, resumed: checkpoints.Resumed | None) -> Fitted:
         if resumed is not None:
             self._resume(resumed)
-            if resumed.finished:
-                return self._fitted(interrupted=False)
+            self.resting = self.resting or resumed.finished
+        if self.resting:
+            return self._rest()
         started = time.monotonic() - self.seconds
         step = self._choose_step()
         stepper, used = make(self.mode, step, self.model, self.state, self.source)
@@ -168,14 +184,22 @@ class _Run:
             )
         self.mode = used
         self._place_generators(resumed)
+        self.team.step = self.done
         unit = "steps" if self.method.verb == "iterate" else "draws"
-        interrupted = False
         segment, stale = 1, False
         good: _Mark | None = None  # the latest moment from which a step is known to have been finite
-        bar = Progress(type(self.method).__name__, self.plan.steps, unit, self.options.progress, start=self.done)
-        with Interrupt() as interrupt, bar:
-            while self.done < self.plan.steps and not interrupt.requested and not stale:
-                count = self._segment(segment, stepper)
+        show = self.options.progress if self.team.rank == 0 else False
+        bar = Progress(type(self.method).__name__, self.plan.steps, unit, show, start=self.done)
+        with Interrupt() as interrupt, bar, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
+            while True:
+                wish = self._segment(segment, stepper) if self.done < self.plan.steps else 0
+                verdict = self.team.meet(Vote(self.done, wish, interrupt.requested, stale), stepper.state)
+                if verdict.over:
+                    break
+                count = verdict.target - self.done
+                if count <= 0:  # others have to catch up
+                    continue
                 mark = self._mark(stepper)
                 clock = time.monotonic()
                 infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
@@ -205,7 +229,7 @@ class _Run:
                 last = stale or self.done >= self.plan.steps  # the final checkpoint follows at once
                 if self.keeper is not None and self.keeper.due(self.done) and not last:
                     self._save(finished=False)
-            interrupted = interrupt.requested and self.done < self.plan.steps and not stale
+        interrupted = verdict.interrupted
         self.state = stepper.state
         if not interrupted and not self.plan.thin:
             self._keep()
@@ -215,12 +239,21 @@ class _Run:
             self._keep()
         return self._fitted(interrupted)
 
+    def _rest(self) -> Fitted:
+        """Be there for the others until they are done."""
+        with Interrupt() as interrupt:
+            while not (verdict := self.team.meet(Vote(self.done, 0, interrupt.requested), self.state)).over:
+                pass
+        return self._fitted(verdict.interrupted)
+
     def _place_generators(self, resumed: checkpoints.Resumed | None) -> None:
         """Generators and stream where they stood, whatever a trial step has consumed."""
         if self.source.stream:
             self.source.rewind()
             if resumed is not None and "random.pass" in resumed.tensors:
-                self.source.restart(resumed.tensors["random.pass"], int(resumed.record["pass_position"]))
+                position = int(resumed.record["pass_position"])
+                number = (self.done - position) // self.plan.per_epoch
+                self.source.restart(resumed.tensors["random.pass"], position, number)
         if resumed is not None:
             checkpoints.set_random_states(resumed.tensors, self.device)
 
@@ -238,8 +271,11 @@ class _Run:
         batch = self.source.peek()
         devices = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
+            with warnings.catch_warnings(record=True) as said, torch.random.fork_rng(devices=devices), torch.no_grad():
+                warnings.filterwarnings("always", message=".*batching rule.*")
                 self.method.step(self.model, probe, batch)
+            for name in sorted({found for message in said for found in re.findall(r"aten::\w+", str(message.message))}):
+                log.info("vmap has no rule for %s: that operation runs member by member", name)
             return self.method.step
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -265,12 +301,15 @@ class _Run:
         return self.plan.per_epoch - self.done % self.plan.per_epoch
 
     def _after(self, number: int, stepper: Stepper, interrupt: Interrupt) -> bool:
+        self.team.step = number
         if self.plan.keeps(number):
             self.state = stepper.state
             self._keep()
-        return interrupt.requested
+        return interrupt.requested and self.team.size == 1  # several ranks stop between segments, at the same step
 
     def _keep(self) -> None:
+        if not self.team.keeps:
+            return
         for draw in self.method.draws(self.state):
             self.writer.add(clone(draw))
 
@@ -290,7 +329,7 @@ class _Run:
                 at = int((~finite.all(1)).nonzero()[0])
                 if worst is None or at < worst[0]:
                     member = int((~finite[at]).nonzero()[0])
-                    whose = f" in member {member}" if values.ndim > 1 else ""
+                    whose = f" in member {getattr(self.method, 'first', 0) + member}" if values.ndim > 1 else ""
                     worst = (at, name, f"{float(values[at].reshape(-1)[member])}{whose}")
         return worst
 

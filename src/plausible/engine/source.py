@@ -8,16 +8,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from plausible.data import ArrayData, Batch, Data, Order, StreamData
+from plausible.data import ArrayData, Batch, Data, Order, StreamData, num_rows, select_rows
 from plausible.methods.base import Plan
 
 
-class Source:
-    """Batches by number: batch t is the same whenever it is asked for (a loader's pass is replayed from its random state)."""
+def share(rows: int, rank: int, size: int) -> slice:
+    """Which of a batch's rows are this rank's: neighbouring ones, ⌈rows/size⌉ or ⌊rows/size⌋ of them."""
+    if rows < size:
+        raise ValueError(
+            f"a batch of {rows} examples cannot be divided among {size} ranks; use larger batches or fewer ranks (and "
+            "drop_last=True where a loader's last batch is short)"
+        )
+    return slice(rank * rows // size, (rank + 1) * rows // size)
 
-    def __init__(self, data: Data, plan: Plan, *, seed: int, members: int | None):
+
+class _MembersOrder(Order):
+    """The order of some members' rows, which is theirs whoever else runs here."""
+
+    def __init__(self, num_data: int, batch_size: int, seed: int, numbers: range):
+        super().__init__(num_data, batch_size, seed, numbers.stop)
+        self.numbers = numbers
+
+    def __call__(self, first: int, count: int) -> Tensor:
+        return torch.stack([self._rows(member, first, count) for member in self.numbers], dim=1)
+
+
+class Source:
+    """Batches by number: batch t is the same whenever it is asked for (a loader's pass is replayed from its random state).
+
+    `numbers` are the members whose batches these are, where they are not all; `place` is (rank, size) where each batch is
+    divided among ranks. `divided` says that the loader has done that already.
+    """
+
+    def __init__(
+        self, data: Data, plan: Plan, *, seed: int, members: int | None, numbers: range | None = None,
+        place: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        self.place, self.divided = place, False
         self.data, self.plan = data, plan
         self.whole = plan.batch_size is None
         self.minibatch = not self.whole and isinstance(data, ArrayData)
@@ -27,22 +56,44 @@ class Source:
         if not self.whole and not self.stream:
             assert plan.batch_size is not None
             shared = isinstance(data, StreamData)
-            self._order = Order(data.num_data, plan.batch_size, seed, None if shared else members)
+            if numbers and not shared:
+                self._order = _MembersOrder(data.num_data, plan.batch_size, seed, numbers)
+            else:
+                self._order = Order(data.num_data, plan.batch_size, seed, None if shared else members)
         if self.whole:
-            self._all = data.all()
+            self._all = self._part(data.all())
         self._iterator: Iterator[Batch] | None = None
         self.pass_state: Tensor | None = None
         self.pass_position = 0
         loader = data.source if self.stream else None  # type: ignore[union-attr]
         self._own = loader.generator if isinstance(loader, DataLoader) else None
+        sampler = loader.sampler if isinstance(loader, DataLoader) else None
+        self.sampler: Any = sampler if isinstance(sampler, DistributedSampler) else None
+        self.pass_number = 0
         self._own_start = None if self._own is None else self._own.get_state()
+
+    @property
+    def own_generator(self) -> bool:
+        """Whether the loader has a generator of its own."""
+        return self._own is not None
+
+    def _part(self, batch: Batch) -> Batch:
+        """The rows of a batch that are this rank's."""
+        if self.place is None or self.divided:
+            return batch
+        return select_rows(batch, share(num_rows(batch.x), *self.place))
+
+    def _block(self, first: int, count: int) -> Tensor:
+        """Row indices, where the order gives them."""
+        assert self._order is not None
+        rows = self._order(first, count)
+        return rows if self.place is None else rows[..., share(rows.shape[-1], *self.place)]
 
     # Resident data
 
     def index_block(self, first: int, count: int) -> Tensor:
         """Row indices of batches first … first+count−1 on the data's device: [count, (members,) batch]."""
-        assert self._order is not None
-        return self._order(first, count).to(self._device, non_blocking=True)
+        return self._block(first, count).to(self._device, non_blocking=True)
 
     def rows(self, first: int, count: int) -> Iterator[Tensor]:
         """The same, batch by batch."""
@@ -57,9 +108,9 @@ class Source:
                 yield self._all
         elif self.stream:
             for _ in range(count):
-                yield self._next()
+                yield self._part(self._next())
         else:
-            block = self.index_block(first, count) if self.minibatch else self._order(first, count)  # type: ignore[misc]
+            block = self.index_block(first, count) if self.minibatch else self._block(first, count)
             for index in block.unbind(0):
                 yield self.data.rows(index)
 
@@ -85,6 +136,8 @@ class Source:
         assert isinstance(self.data, StreamData)
         self.pass_state = torch.get_rng_state() if self._own is None else self._own.get_state()
         self.pass_position = 0
+        if self.divided and self.sampler is not None:
+            self.sampler.set_epoch(self.pass_number)
         self._iterator = self.data.passes()
 
     def _next(self) -> Batch:
@@ -99,16 +152,18 @@ class Source:
             if self.pass_position == 0:
                 break
             self._iterator = None
+            self.pass_number += 1
         raise ValueError(_EMPTY)
 
     def rewind(self) -> None:
         """Back to before the first batch (a trial step may have taken some)."""
-        self._iterator, self.pass_state, self.pass_position = None, None, 0
+        self._iterator, self.pass_state, self.pass_position, self.pass_number = None, None, 0, 0
         if self._own is not None and self._own_start is not None:
             self._own.set_state(self._own_start)
 
-    def restart(self, state: Tensor, position: int) -> None:
+    def restart(self, state: Tensor, position: int, number: int) -> None:
         """Go to a position inside a pass: start it from its random state and skip what was consumed."""
+        self.pass_number = number
         (torch.set_rng_state if self._own is None else self._own.set_state)(state)
         self._start_pass()
         for _ in range(position):

@@ -12,7 +12,7 @@ from plausible.model import Model
 from plausible.weights import Weights
 
 if TYPE_CHECKING:
-    from plausible.data import Batch
+    from plausible.data import Batch, Data
     from plausible.engine import Fitted
     from plausible.posterior import Posterior
     from plausible.testing import LinearGaussian
@@ -87,6 +87,10 @@ class Method:
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """Steps, batch size and keep rule for this many data; `per_epoch` is given where a loader decides it."""
         raise NotImplementedError
+
+    def prepare(self, model: Model, data: Data) -> Model:  # noqa: ARG002
+        """The model of the run, where the data have a say in it."""
+        return model
 
     def start(self, model: Model, key: Tensor) -> Any:
         """The starting state."""

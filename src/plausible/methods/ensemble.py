@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plausible import random
-from plausible.data import Batch
+from plausible.data import Batch, Data
 from plausible.engine.memory import require_memory
 from plausible.methods.base import Method, Plan, Traits, create
 from plausible.methods.map import MAP
@@ -43,6 +43,7 @@ class Ensemble(Method):
     members: int = 5  # type: ignore[misc]
     init: Literal["fresh", "given", "prior"] = "fresh"
 
+    first: ClassVar[int] = 0  # the number of the first member
     name: ClassVar[str] = "ensemble"
     traits: ClassVar[Traits] = Traits(bias="as the method that it repeats")
 
@@ -63,6 +64,10 @@ class Ensemble(Method):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """That of one member."""
         return self.method.plan(num_data, per_epoch)
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """As its members ask."""
+        return self.method.prepare(model, data)
 
     def start(self, model: Model, key: Tensor) -> Any:
         """The members' states, stacked; refused before anything is allocated where memory cannot hold them."""
@@ -86,8 +91,13 @@ class Ensemble(Method):
                 "each other and show no epistemic uncertainty; use init='fresh' or a batch_size"
             )
         return stack([
-            self.method.start(self._starting(model, member), random.fold(key, member)) for member in range(self.members)
+            self.method.start(self._starting(model, member), random.fold(key, member))
+            for member in range(self.first, self.first + self.members)
         ])  # fmt: skip
+
+    def part(self, numbers: range) -> Ensemble:
+        """These members alone, which start and step as they do in the whole: what one of several processes runs."""
+        return _Part(self.method, len(numbers), self.init, numbers.start)
 
     def _starting(self, model: Model, member: int) -> Model:
         """The model at this member's starting point."""
@@ -148,3 +158,14 @@ class Ensemble(Method):
             self.method.posterior(model, fitted._replace(state=index(fitted.state, k))) for k in range(self.members)
         ]
         return MixturePosterior.of(self, model, fitted, parts)
+
+
+@dataclass(frozen=True)
+class _Part(Ensemble):
+    """Some neighbouring members of an ensemble, known by their numbers in it."""
+
+    first: int = 0  # type: ignore[misc]
+
+    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+        """That of an ensemble of these."""
+        return Ensemble(self.method, self.members, self.init).posterior(model, fitted)

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.adversarial import input_range
 from plausible.methods.base import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.model import Model
 from plausible.optimisers import AdamW, Optimiser
 from plausible.posterior import DrawsPosterior, Posterior
 from plausible.schedules import Cosine, Schedule, as_schedule, rate
-from plausible.serialise import register
+from plausible.serialise import check_number, register
 from plausible.weights import Weights, clone, tree_map
 
 if TYPE_CHECKING:
-    from plausible.data import Batch
+    from plausible.data import Batch, Data
     from plausible.engine import Fitted
     from plausible.testing import LinearGaussian
 
@@ -45,7 +46,8 @@ class MAP(Method):
     (a Gaussian one is L2 decay with the right constant); `optimiser=AdamW(weight_decay=…)` adds decoupled decay on top.
     `epochs` None means 200 epochs, and on small data as many as 2,000 steps take. With `patience` a fraction `holdout` of the
     data is set aside, and training stops after that many epochs without a better held-out log-likelihood, keeping the best
-    weights. Cost: one forward and one backward pass a step.
+    weights. `adversarial` ε > 0 adds to each batch its copy moved by ε of each input's range to where it is least likely, as
+    deep ensembles were proposed with. Cost: one forward and one backward pass a step, three with `adversarial`.
     """
 
     epochs: int | None = None
@@ -54,6 +56,7 @@ class MAP(Method):
     optimiser: Optimiser = field(default_factory=AdamW)
     patience: int | None = None
     holdout: float = 0.1
+    adversarial: float = 0.0
 
     name: ClassVar[str] = "map"
     traits: ClassVar[Traits] = Traits(bias="a point: the epistemic variance is zero")
@@ -73,10 +76,15 @@ class MAP(Method):
             )
         if not 0 < self.holdout < 1:
             raise ValueError(f"MAP: holdout must lie between 0 and 1, got {self.holdout}")
+        check_number(self, "adversarial", at_least=0)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """`epochs` passes; the final state is the result."""
         return plan_epochs(self, num_data, per_epoch, patience=self.patience, holdout=self.holdout)
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """With `adversarial`, the model whose gradients see moved inputs too."""
+        return model.attacked(self.adversarial * input_range(data)) if self.adversarial else model
 
     def start(self, model: Model, key: Tensor) -> MAPState:  # noqa: ARG002
         """Start at the module's weights."""

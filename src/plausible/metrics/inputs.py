@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plausible.conversion import _as_tensor, as_targets
+from plausible.conversion import as_tensor, as_targets
 from plausible.likelihoods import Bernoulli, Categorical
 from plausible.predictive import Predictive
 from plausible.special import double
@@ -221,7 +221,7 @@ def _need_kind(predictive: Predictive, kinds: tuple[str, ...], what: str) -> Non
 
 
 def _floats(values: Any, name: str, what: str) -> Tensor:
-    given = _as_tensor(values, name).cpu()
+    given = as_tensor(values, name).cpu()
     if not given.is_floating_point():
         raise TypeError(
             f"{name} must be a Predictive or {what} in floating point, got {given.dtype}: not labels or counts"

@@ -1,0 +1,224 @@
+"""The page of a comparison: tables and dot plots in one HTML file, for light, dark and small screens."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plausible
+from plausible.compare.published import PUBLISHED
+from plausible.compare.study import Study
+from plausible.compare.tables import HEADLINE, SHOWN, Row, Summary
+
+NAMES = {
+    "log_likelihood": "log-likelihood", "rmse": "RMSE", "crps": "CRPS", "coverage_90": "inside 90 %",
+    "quantile_calibration": "calibration error",
+}  # fmt: skip
+MARKS = {"better": ("▲", "better"), "worse": ("▼", "worse"), "no difference": ("=", "no difference"), "": ("", "")}
+
+
+def write(path: Path, study: Study, summary: Summary, *, published: bool = True) -> None:
+    """Write the page."""
+    shown = published and study.kind == "random"
+    sections = "".join(_section(summary, dataset, shown) for dataset in study.datasets)
+    text = (
+        TEMPLATE.replace("[[title]]", html.escape(study.title))
+        .replace("[[style]]", STYLE)
+        .replace("[[ranks]]", _ranks(study, summary))
+        .replace("[[sections]]", sections)
+        .replace("[[against]]", html.escape(summary.against))
+        .replace("[[kind]]", "published random" if study.kind == "random" else "gap")
+        .replace("[[methods]]", _methods(study))
+        .replace("[[made]]", f"plausible {plausible.__version__}, seed {study.seed}")
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def _section(summary: Summary, dataset: str, published: bool) -> str:
+    rows = [row for row in summary.rows if row.dataset == dataset]
+    count = max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0)
+    head = "".join(f'<th scope="col">{NAMES[name]}</th>' for name in SHOWN)
+    body = "".join(_row(row) for row in rows)
+    if published:
+        for source, value in PUBLISHED["log_likelihood"][dataset].items():
+            other = PUBLISHED["rmse"][dataset].get(source)
+            cells = [_mean(*value), "–" if other is None else _mean(*other)] + ["–"] * (len(SHOWN) + 2 - 2)
+            body += f'<tr class="published"><th scope="row">{html.escape(source)}</th>' + "".join(
+                f"<td>{c}</td>" for c in cells
+            )
+            body += "</tr>"
+    failures = "".join(
+        f"<li><b>{html.escape(row.label)}</b>, {html.escape(text)}</li>" for row in rows for text in row.failures
+    )
+    note = f'<p class="alarm">Failed fits, left out of the means:</p><ul>{failures}</ul>' if failures else ""
+    return (
+        f'<section aria-labelledby="{dataset}"><h2 id="{dataset}">{html.escape(dataset)}</h2>'
+        f"{_dots(rows, dataset, published)}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Scores on {dataset}"><table>'
+        f"<caption>Means over {count} splits, ± standard error</caption>"
+        f'<thead><tr><th scope="col">method</th>{head}<th scope="col">seconds</th><th scope="col">MiB</th></tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{note}</section>"
+    )
+
+
+def _row(row: Row) -> str:
+    label = f'<th scope="row">{html.escape(row.label)}</th>'
+    if not row.metrics:
+        return f'<tr>{label}<td class="alarm" colspan="{len(SHOWN) + 2}">{"failed" if row.failures else "not run yet"}</td></tr>'
+    cells = []
+    for name in SHOWN:
+        text = row.metrics[name].text() if name in row.metrics else "–"
+        if name in row.differences:
+            gap = row.differences[name]
+            mark, words = MARKS[gap.verdict]
+            difference = f"{gap.value:+.3g} ± {gap.error:.2g}: {words}"
+            text += f' <span class="mark" title="{difference}" role="img" aria-label="{words}">{mark}</span>'
+        cells.append(text)
+    cells.append(f"{row.seconds:.1f}")
+    cells.append("–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}")
+    return f"<tr>{label}" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _mean(value: float, error: float) -> str:
+    shown = f"{value:.2f}".replace("-", "−")
+    return shown if math.isnan(error) else f"{shown} ± {error:.2f}"
+
+
+def _dots(rows: Sequence[Row], dataset: str, published: bool) -> str:
+    """Log-likelihoods as dots with bars of two standard errors, published ones hollow."""
+    points: list[tuple[str, float, float, bool]] = [
+        (row.label, row.metrics["log_likelihood"].value, row.metrics["log_likelihood"].error, True)
+        for row in rows if row.metrics
+    ]  # fmt: skip
+    if published:
+        points += [(s, v.value, v.error, False) for s, v in PUBLISHED["log_likelihood"][dataset].items()]
+    points = [(n, v, 0.0 if math.isnan(e) else e, own) for n, v, e, own in points if math.isfinite(v)]
+    if not points:
+        return ""
+    left, width, line = 190, 420, 24
+    low, high = min(v - 2 * e for _, v, e, _ in points), max(v + 2 * e for _, v, e, _ in points)
+    low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
+    place = lambda v: left + width * (v - low) / (high - low)  # noqa: E731
+    height = line * len(points) + 40
+    parts = []
+    for tick in _ticks(low, high):
+        x = place(tick)
+        parts.append(f'<line class="rule" x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{height - 32}"/>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{height - 16}" text-anchor="middle">{tick:g}</text>'.replace(">-", ">−")
+        )
+    for i, (name, value, error, own) in enumerate(points):
+        y = 16 + line * i
+        kind = "own" if own else "theirs"
+        parts.append(f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{html.escape(name[:26])}</text>')
+        parts.append(
+            f'<line class="{kind}" x1="{place(value - 2 * error):.1f}" y1="{y}" x2="{place(value + 2 * error):.1f}" y2="{y}"/>'
+        )
+        parts.append(f'<circle class="{kind}" cx="{place(value):.1f}" cy="{y}" r="4.5"/>')
+    spoken = "; ".join(f"{n} {v:.2f}" for n, v, _, _ in points)
+    caption = "Test log-likelihood, higher is better; bars are two standard errors"
+    caption += ", hollow dots are published results." if published else "."
+    return (
+        f'<figure><svg viewBox="0 0 {left + width + 20} {height}" role="img" aria-label="Log-likelihood on {dataset}: '
+        f'{html.escape(spoken)}">{"".join(parts)}</svg><figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = 10 ** math.floor(math.log10((high - low) / 3))
+    step *= next(k for k in (1, 2, 5, 10) if (high - low) / (k * step) <= 6)
+    first = math.ceil(low / step)
+    return [round(k * step, 10) for k in range(first, math.floor(high / step) + 1)]
+
+
+def _ranks(study: Study, summary: Summary) -> str:
+    if len(study.candidates) < 2 or not summary.ranks:
+        return ""
+    head = "".join(f'<th scope="col">{NAMES[name]}</th>' for name in HEADLINE)
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(c.label)}</th>'
+        + "".join(f"<td>{summary.ranks[name][c.label]:.2f}</td>" for name in HEADLINE)
+        + "</tr>"
+        for c in study.candidates
+    )
+    return (
+        '<section aria-labelledby="ranks"><h2 id="ranks">Mean ranks</h2><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="Mean ranks"><table><caption>Over {summary.ranked} splits on which every method has a result, data sets '
+        f'weighing equally; 1 is best</caption><thead><tr><th scope="col">method</th>{head}</tr></thead><tbody>{body}</tbody>'
+        "</table></div></section>"
+    )
+
+
+def _methods(study: Study) -> str:
+    entries: list[Any] = []
+    for candidate in study.candidates:
+        plain = {k: v for k, v in candidate.plain().items() if v not in ({}, None)}
+        if not candidate.grid:
+            plain.pop("validation", None)
+        entries.append(f"<dt>{html.escape(candidate.label)}</dt><dd><code>{html.escape(json.dumps(plain))}</code></dd>")
+    return f"<dl>{''.join(entries)}</dl>"
+
+
+STYLE = """
+:root { --paper: #f6f7f8; --card: #fff; --ink: #24292f; --soft: #5a636d; --line: #d9dde2; --main: #1f5f99; --alarm: #b23a14; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14171a; --card: #1d2126; --ink: #dfe3e8; --soft: #a2abb5; --line: #363d45; --main: #8cc4f2; --alarm: #ff8a5c; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 1.0625rem/1.6 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 60rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: clamp(1.6rem, 5vw, 2.2rem); line-height: 1.2; margin: 0 0 1rem; }
+h2 { font-size: 1.35rem; margin: 3rem 0 0.75rem; }
+p, dl, ul { max-width: 44rem; }
+.skip { position: absolute; left: -999px; } .skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem; }
+figure { margin: 0 0 1rem; padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+svg { display: block; width: 100%; max-width: 44rem; height: auto; font-size: 13px; fill: var(--ink); }
+figcaption, caption { font-size: 0.875rem; color: var(--soft); text-align: left; padding: 0.4rem 0.25rem; }
+caption { padding: 0.6rem 0.8rem 0; }
+svg .tick { fill: var(--soft); } svg .rule { stroke: var(--line); }
+line.own { stroke: var(--main); stroke-width: 2.5; } circle.own { fill: var(--main); }
+line.theirs { stroke: var(--soft); stroke-width: 1.5; } circle.theirs { fill: var(--card); stroke: var(--soft); stroke-width: 1.5; }
+.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin: 1rem 0; }
+.scroll:focus-visible, a:focus-visible, summary:focus-visible { outline: 3px solid var(--main); outline-offset: 2px; }
+table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.5rem 0.75rem; text-align: right; white-space: nowrap; }
+thead th { font-weight: 500; color: var(--soft); }
+th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
+tbody tr { border-top: 1px solid var(--line); }
+tr.published th, tr.published td { color: var(--soft); font-weight: 400; }
+.mark { color: var(--main); } .alarm { color: var(--alarm); }
+code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.85em; overflow-wrap: anywhere; }
+dt { font-weight: 600; margin-top: 0.9rem; } dd { margin: 0.15rem 0 0; color: var(--soft); }
+summary { cursor: pointer; color: var(--main); margin-top: 2rem; }
+footer { margin-top: 3rem; font-size: 0.875rem; color: var(--soft); }
+"""
+
+TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>[[title]]</title>
+<style>[[style]]</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the results</a>
+<main id="main">
+<h1>[[title]]</h1>
+<p>Each method was fitted to the training rows of the same [[kind]] splits, standardised by them, and scored on the test rows in the
+units of the target. ± is the standard error over splits. ▲ better and ▼ worse than [[against]] by more than two standard errors of
+the paired difference, corrected for splits that share their training rows; = neither.</p>
+[[ranks]]
+[[sections]]
+<details><summary>Methods and settings</summary>[[methods]]</details>
+<footer>[[made]]</footer>
+</main>
+</body>
+</html>
+"""

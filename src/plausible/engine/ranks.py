@@ -1,0 +1,360 @@
+"""Ranks: one run on several processes, started by `torchrun` or by hand.
+
+    members k of an ensemble → rank r holds a block of them;     one chain → rank r holds a part of every batch
+
+`assemble` finds out whether there are other processes. What they have to do in common is here: agree on what to run, meet between
+segments, fail together, and gather the result, so that every rank returns the whole posterior. Between meetings the members of a
+split ensemble need nobody else. Single chains share each gradient: see `plausible.engine.data_parallel`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plausible import random
+from plausible import weights as tree
+from plausible.data import StreamData
+from plausible.engine import gathering
+from plausible.engine.checkpoint import Checkpoint, Resumed, differences
+from plausible.engine.policy import Mode
+from plausible.engine.source import Source
+from plausible.methods.base import Method, Plan
+from plausible.model import Model
+
+log = logging.getLogger("plausible")
+PATIENCE = timedelta(days=7)  # for a rank at work; one that dies closes its connections and is noticed at once
+AGREED = ("method", "likelihood", "prior", "seed", "device", "num_data", "data", "weights", "random", "temperature")
+
+
+class RankError(RuntimeError):
+    """Another rank failed; the message is the one of that rank."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a rank says between two segments: the steps it has done and wants to do next (0: nothing is left), and why to stop."""
+
+    done: int = 0
+    wish: int = 0
+    stop: bool = False
+    stale: bool = False
+    fingerprint: int | None = None
+    error: tuple[str, dict[str, Any]] | None = None
+    note: Any = None
+
+
+class Verdict(NamedTuple):
+    """What follows from all votes: go on to step `target`, or stop because that was all or because somebody interrupted."""
+
+    target: int
+    over: bool
+    interrupted: bool
+
+
+def count_votes(votes: Sequence[Vote]) -> Verdict:
+    """The same answer on every rank. A rank that is behind (a resumed one) catches up first; patience ends for all at once."""
+    wishes = [vote.done + vote.wish for vote in votes if vote.wish]
+    finished = all(vote.stale or not vote.wish for vote in votes)
+    stopped = any(vote.stop for vote in votes)
+    return Verdict(min(wishes, default=0), finished or stopped, stopped and not finished)
+
+
+class Team:
+    """A process on its own: every question has the answer that changes nothing. Entered for the length of a fit."""
+
+    rank, size = 0, 1
+    step = 0  # how many steps have been done
+    works = True  # whether there are steps to run here
+    keeps = True  # whether draws are kept here
+    member_numbers: range | None = None  # which members of the ensemble run here; None: all
+    divides = False  # whether batches are divided among the ranks
+    identity: Mapping[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        return None
+
+    def device(self, device: Any, network: Any) -> Any:  # noqa: ARG002
+        """The device asked for, or this rank's own of several."""
+        return device
+
+    def seed(self, seed: int) -> int:
+        """The seed of torch's global generators."""
+        return seed
+
+    def part(self, method: Method) -> Method:
+        """What of the method runs here."""
+        return method
+
+    def model(self, model: Model) -> Model:
+        """The model that the steps see."""
+        return model
+
+    def mode(self, mode: Mode) -> Mode:
+        """How steps can be run here."""
+        return mode
+
+    def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """Where this rank writes its own."""
+        return checkpoint
+
+    def agree(self, model: Model, identity: Mapping[str, Any]) -> Model:  # noqa: ARG002
+        """Make sure that all ranks were asked for the same, and start from the same weights."""
+        return model
+
+    def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
+        """Before the first step: where to resume."""
+        return resumed
+
+    def meet(self, vote: Vote, state: Any) -> Verdict:  # noqa: ARG002
+        """Between segments: how far to go next."""
+        return count_votes([vote])
+
+    def gather(self, method: Method, fitted: Any) -> Any:  # noqa: ARG002
+        """What all ranks have left, together."""
+        return fitted
+
+
+class Ranks(Team):
+    """One of several processes."""
+
+    def __init__(self, method: Method):
+        self.rank, self.size, self.group = dist.get_rank(), dist.get_world_size(), _control_group()
+        self.method, self.broken = method, False
+        self.identity = {"ranks": self.size}
+        self._quiet = _Quiet()
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Self:
+        if self.rank:
+            log.addFilter(self._quiet)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        log.removeFilter(self._quiet)
+        if error is not None and not self.broken:
+            with contextlib.suppress(RankError):
+                self._fail(error)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Meetings
+
+    def _votes(self, vote: Vote) -> list[Vote]:
+        """Everybody's votes; where one of them is an error, all fail."""
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, vote, group=self.group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        failed = [(rank, other.error) for rank, other in enumerate(found) if other.error is not None]
+        if failed:
+            self.broken = True
+            if vote.error is None:
+                raise _as_error(*failed[0])
+        return found
+
+    def exchange(self, note: Any) -> list[Any]:
+        """What every rank has to say, in their order."""
+        return [vote.note for vote in self._votes(Vote(note=note))]
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, who wait at their next meeting."""
+        where = {name: getattr(error, name) for name in ("step", "term") if hasattr(error, name)}
+        self._votes(Vote(error=(f"{type(error).__name__}: {error}".rstrip(": "), where)))
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        self.broken = True
+        reason = str(error).strip().splitlines()[0][:200]
+        return RankError(f"rank {self.rank} lost the others: one of them has died or left the run ({reason})")
+
+    def meet(self, vote: Vote, state: Any) -> Verdict:  # noqa: ARG002
+        """Votes are exchanged; every rank draws the same conclusion."""
+        return count_votes(self._votes(vote))
+
+    def agree(self, model: Model, identity: Mapping[str, Any]) -> Model:
+        """Refuse ranks that were asked for different things; send the weights of rank 0 to all."""
+        own = {name: identity[name] for name in AGREED} | {"init": model.initial_draws is not None}
+        others = self.exchange(own)
+        for rank, other in enumerate(others):
+            if found := differences(others[0], other):
+                where, old, new = found[0]
+                hint = (
+                    "pass the whole data on every rank, the engine divides them"
+                    if where in ("data", "num_data")
+                    else "every rank must run the same script with the same seed"
+                )
+                raise ValueError(
+                    f"the ranks do not agree: {where} is {old!r} on rank 0 and {new!r} on rank {rank}; {hint}"
+                )
+        with torch.no_grad():
+            for value in (*model.network.parameters(), *model.network.buffers()):
+                value.copy_(self.send(0, value))
+        receive = lambda value: self.send(0, value)  # noqa: E731
+        return model._replace(
+            initial=tree.tree_map(receive, model.initial), buffers=tree.tree_map(receive, model.buffers),
+            initial_draws=None if model.initial_draws is None else tree.tree_map(receive, model.initial_draws),
+        )  # fmt: skip
+
+    def send(self, rank: int, value: Tensor) -> Tensor:
+        """The value that this rank has, sent to all, whose own only says the shape and type: a new tensor on its device."""
+        copy = value.detach().to("cpu", copy=True).contiguous()
+        if copy.numel():
+            try:
+                dist.broadcast(copy.reshape(-1).view(torch.uint8), src=rank, group=self.group)
+            except RuntimeError as error:
+                raise self._lost(error) from error
+        return copy.to(value.device)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Where things are
+
+    def device(self, device: Any, network: Any) -> Any:
+        """A GPU that was asked for without a number is this rank's own."""
+        parameters = network.parameters() if isinstance(network, torch.nn.Module) else iter(())
+        first = next((p.device.type for p in parameters), "cpu") if device is None else str(device)
+        if first in ("cuda", "auto") and torch.cuda.is_available():
+            return f"cuda:{local_rank() % torch.cuda.device_count()}"
+        return device
+
+    def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """A folder for each rank inside the one given."""
+        if checkpoint is None:
+            return None
+        folder = Path(checkpoint.path)
+        if (folder / "checkpoint.json").exists():
+            raise ValueError(
+                f"checkpoint={str(folder)!r} holds a run of one process and there are {self.size} ranks now: "
+                "resume it in one process, or use another folder"
+            )
+        foreign = sorted(p.name for p in folder.iterdir() if not p.name.startswith("rank-")) if folder.is_dir() else []
+        if foreign:
+            raise FileExistsError(
+                f"checkpoint={str(folder)!r} is not empty and holds no checkpoint (but {foreign[0]!r}); choose another"
+            )
+        self._folder = folder / f"rank-{self.rank}"
+        return replace(checkpoint, path=self._folder)
+
+    def gather(self, method: Method, fitted: Any) -> Any:
+        """See `plausible.engine.gathering`."""
+        return gathering.gather(self, method, fitted, self._folder)
+
+
+class SplitMembers(Ranks):
+    """Members of an ensemble in blocks: rank r holds ⌈K/W⌉ or ⌊K/W⌋ neighbouring ones, none where there are too few.
+
+    Keys, starting points and the order of rows are those of the member's number in the whole, so the result does not depend on
+    the number of ranks. Dropout and noise on a GPU come from torch's generators, which have a seed for each rank.
+    """
+
+    def __init__(self, method: Method):
+        super().__init__(method)
+        assert method.members is not None
+        few, more = divmod(method.members, self.size)
+        first = self.rank * few + min(self.rank, more)
+        self.member_numbers = range(first, first + few + (self.rank < more))
+        self.works = self.keeps = bool(self.member_numbers)
+        self.identity = {**self.identity, "rank": self.rank}
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self.method.members < self.size:  # type: ignore[operator]
+            log.warning("%d members on %d ranks: the other ranks wait for them", self.method.members, self.size)
+        return self
+
+    def seed(self, seed: int) -> int:
+        """Another one on each rank, that of a single process on the first."""
+        return random.generator(seed, 13, self.rank).initial_seed() if self.rank else seed
+
+    def part(self, method: Method) -> Method:
+        """The members of this rank; a rank without any takes the first as a pattern and lets it rest."""
+        return method.part(self.member_numbers or range(1))  # type: ignore[attr-defined]
+
+    def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
+        """Each rank goes on from its own checkpoint."""
+        if isinstance(source.data, StreamData) and source.sampler is not None:
+            raise ValueError(
+                "the members of an ensemble are split over the ranks, and each needs all the data: pass a loader without a "
+                "DistributedSampler"
+            )
+        self.exchange(None)
+        return resumed
+
+
+def assemble(method: Method) -> Team:
+    """The processes that run this fit together: those of `torch.distributed`, where there are several, or this one alone.
+
+    Under `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the process group is initialised where that has not
+    been done: gloo for the CPU, NCCL for CUDA. PLAUSIBLE_RANKS=alone in the environment makes every process fit for itself.
+    """
+    wish = os.environ.get("PLAUSIBLE_RANKS", "together")
+    if wish not in ("together", "alone"):
+        raise ValueError(f"PLAUSIBLE_RANKS={wish!r} in the environment: use 'together' (the default) or 'alone'")
+    if wish == "alone" or not dist.is_available():
+        return Team()
+    if not dist.is_initialized():
+        launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        if not launched or int(os.environ["WORLD_SIZE"]) < 2:
+            return Team()
+        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    if dist.get_world_size() < 2:
+        return Team()
+    if method.members is None:
+        from plausible.engine.data_parallel import DividedBatches
+
+        return DividedBatches(method)
+    if not hasattr(method, "part"):
+        raise TypeError(
+            f"{type(method).__name__} has members but no part(numbers) that says how to run some of them: it cannot be split "
+            "over ranks; set PLAUSIBLE_RANKS=alone to run it whole in every process"
+        )
+    return SplitMembers(method)
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+
+_groups: dict[int, tuple[Any, Any]] = {}
+
+
+def _control_group() -> Any:
+    """A gloo group of all ranks for words between them, whatever the default group is made of; made once."""
+    world = dist.group.WORLD
+    if id(world) not in _groups or _groups[id(world)][0] is not world:
+        _groups.clear()
+        _groups[id(world)] = (world, dist.new_group(backend="gloo", timeout=PATIENCE))
+    return _groups[id(world)][1]
+
+
+class _Quiet(logging.Filter):
+    """Lets only errors pass: what ranks have to say, the first one says."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+
+def _as_error(rank: int, error: tuple[str, dict[str, Any]]) -> Exception:
+    """What the others raise when a rank has failed."""
+    from plausible.engine.loop import DivergenceError
+
+    message, where = error
+    text = f"rank {rank} failed, and with it this run: {message}"
+    return DivergenceError(text, **where) if message.startswith("DivergenceError") else RankError(text)
