@@ -132,6 +132,17 @@ def test_decimal_commas_where_the_comma_is_free(tmp_path):
     assert columns["thousands"].kind == columns["text"].kind == "text"
 
 
+def test_marks_between_thousands(tmp_path):
+    write(
+        tmp_path / "a.csv",
+        'price,other,code,date\n"1,234.5",1 234,"1,23",2024-01-05\n-12,-5,"1,234",2024-01-06\n"1,234,567",,7,x\n',
+    )
+    columns = files.read_table(tmp_path / "a.csv").columns
+    assert columns["price"].cells == ("1234.5", "-12", "1234567")
+    assert columns["other"].cells == ("1234", "-5", None)
+    assert columns["code"].kind == columns["date"].kind == "text"  # 1,23 is no such number, so the column is left alone
+
+
 def test_tsv_and_parquet_read_like_csv(tmp_path):
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame({"a": [1, 2, None], "b": [0.5, float("nan"), 2.0], "c": ["x", None, "y"]})
@@ -276,7 +287,9 @@ def test_mistakes_in_the_options_are_one_line(arguments, message, tmp_path):
 
 def test_fit_prints_scores_and_writes_a_run(regression):
     run, fitted = regression
-    assert sorted(path.name for path in run.iterdir()) == ["heldout.csv", "metrics.json", "posterior", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "evidence.json", "evidence.safetensors", "heldout.csv", "metrics.json", "posterior", "run.json",
+    ]  # fmt: skip
     assert not run.with_name("houses.checkpoint").exists()
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["rows"] == 6

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plausible.cli import errors
+from plausible.cli import datasets, errors, reporting
 from plausible.cli.errors import guarded, note
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(datasets.app, name="data")
 
 
 class Task(enum.StrEnum):
@@ -269,7 +270,7 @@ def fit(
     record, metrics = training.fit(options)
     if not quiet:
         view.scores(record, metrics)
-        note(f"saved in {out}; next: plausible predict {out} new.csv --out predictions.csv")
+        note(f"saved in {out}; next: plausible report {out}, plausible predict {out} new.csv --out predictions.csv")
 
 
 @app.command(no_args_is_help=True)
@@ -321,6 +322,9 @@ def predict(
         note(f"{rows} rows written to {out}")
 
 
+app.command(no_args_is_help=True)(reporting.report)
+
+
 @app.command()
 @guarded
 def info(
@@ -343,6 +347,55 @@ def methods(
     from plausible.cli import view
 
     view.methods() if name is None else view.method(name)
+
+
+@app.command()
+@guarded
+def compare(
+    study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
+    preset: Annotated[str | None, typer.Option(help="A study of ours: uci-small, uci-tuned or uci.", show_default=False)] = None,
+    datasets: Annotated[
+        str | None, typer.Option(metavar="A,B", help="UCI sets; see: plausible data list.", show_default=False)
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Names of methods, or labels of the study.", show_default=False),
+    ] = None,
+    splits: Annotated[
+        str | None, typer.Option(metavar="N", help="How many splits, or which (0,3,7), or all.", show_default="all")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="The one to compare with.", show_default="the first")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the study's, or 0")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes.", show_default="the cores")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("comparison"),
+    published: Annotated[bool, typer.Option(help="Show published results beside ours.")] = True,
+    show: Annotated[bool, typer.Option("--show", help="Print the preset's TOML and stop.", show_default=False)] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Compute everything again.", show_default=False)
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Compare methods on data sets under one protocol: a table, results.json and a page.
+
+    Results are kept fit by fit: a stopped comparison goes on where it was, and a changed method alone is fitted again.
+    A fit that fails is shown as failed, the rest goes on, and the exit code is 1.
+
+    Example: plausible compare --preset uci-small --splits 5
+    """
+    if show:
+        from plausible.compare.study import preset_text
+
+        typer.echo(preset_text(preset or "uci-small"), nl=False)
+        return
+    from plausible.cli import comparing
+
+    asked = comparing.study_of(study, preset, words(datasets), words(methods), splits, reference=reference, seed=seed)
+    good = comparing.compare(asked, out, jobs=jobs, overwrite=overwrite, quiet=quiet, published=published)
+    if not good:
+        raise typer.Exit(1)
 
 
 @app.command()

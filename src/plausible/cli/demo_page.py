@@ -18,6 +18,7 @@ import torch
 import plausible
 from plausible.cli import demo
 from plausible.cli.demo_plots import Plots, bands, entropies, faces, reliability
+from plausible.report.style import STYLE
 
 if TYPE_CHECKING:
     from plausible.cli.demo import Outcome, Problem
@@ -32,6 +33,7 @@ def write(
     good = [outcome for outcome in curve_outcomes if not outcome.error]
     fine = [outcome for outcome in digit_outcomes if not outcome.error]
     slots = {
+        "style": STYLE,
         "rough": "<p class='note'>A quick run: too few steps for the numbers to mean much.</p>" if quick else "",
         "curve_table": _table(curve, curve_outcomes),
         "curve_bands": _bands(plots, curve, good),
@@ -145,43 +147,7 @@ TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>plausible: what a network knows, and what it does not</title>
-<style>
-:root { --paper: #f6f7f8; --card: #ffffff; --ink: #24292f; --soft: #5a636d; --line: #d9dde2; --main: #1f5f99; --alarm: #b23a14; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --card: #1d2126; --ink: #dfe3e8; --soft: #a2abb5; --line: #363d45; --main: #8cc4f2; --alarm: #ff8a5c; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
-  font: 1.0625rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
-main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: clamp(1.7rem, 5vw, 2.4rem); line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 1rem; text-wrap: balance; }
-h2 { font-size: 1.4rem; line-height: 1.3; margin: 3.5rem 0 0.5rem; padding-top: 1.5rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1.1rem; margin: 2.25rem 0 0.25rem; }
-p, dl, ul { max-width: 42rem; }
-.note { color: var(--soft); }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; margin: 1.25rem 0; }
-.grid.narrow { grid-template-columns: repeat(auto-fill, minmax(min(100%, 14rem), 1fr)); }
-figure { margin: 0; padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-figure.single { max-width: 38rem; margin: 1.25rem 0; }
-figure img { display: block; width: 100%; height: auto; }
-figcaption { font-size: 0.875rem; line-height: 1.45; color: var(--soft); padding: 0.5rem 0.25rem 0; }
-figcaption b { color: var(--ink); }
-.scroll { overflow-x: auto; margin: 1.25rem 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9375rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.55rem 0.8rem; text-align: right; white-space: nowrap; }
-thead th { font-weight: 500; color: var(--soft); vertical-align: bottom; }
-th:first-child { text-align: left; font-weight: 600; position: sticky; left: 0; background: var(--card); }
-tbody tr { border-top: 1px solid var(--line); }
-td.failed { text-align: left; color: var(--alarm); white-space: normal; }
-code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.875em; }
-pre { max-width: 46rem; padding: 0.9rem 1rem; overflow-x: auto; line-height: 1.5;
-  background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-details { max-width: 46rem; margin-top: 1.5rem; }
-summary { cursor: pointer; color: var(--main); }
-dt { font-weight: 600; margin-top: 1rem; }
-dd { margin: 0.15rem 0 0; color: var(--soft); overflow-wrap: anywhere; }
-footer { margin-top: 3.5rem; font-size: 0.875rem; color: var(--soft); }
-</style>
+<style>[[style]]</style>
 </head>
 <body>
 <main>

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plausible.cli import demo
+from plausible.report.statistics import wilson
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,13 +210,6 @@ def reliability(problem: Problem, outcome: Outcome, bins: int = 10) -> tuple[Dra
     total = len(problem.test[1])
     alt = ", ".join(f"said {said:.0%}, right {share:.0%} ({count} of {total})" for said, share, _, _, count in points)
     return draw, alt
-
-
-def wilson(share: float, count: int, z: float = 1.6449) -> tuple[float, float]:
-    """(s + z²/2n ± z √(s(1 − s)/n + z²/4n²)) / (1 + z²/n), the interval of Wilson (1927) for a share s of n; 90 %."""
-    shrink, centre = 1 + z * z / count, share + z * z / (2 * count)
-    half = z * np.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
 
 
 def _percent(share: float) -> str:

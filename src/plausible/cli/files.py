@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DELIMITERS = (",", ";", "\t", "|")
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+(,[0-9]+)?")
+THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?P<mark>[,' \u00a0\u202f])[0-9]{3}((?P=mark)[0-9]{3})*(\.[0-9]+)?")
+PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
 
 
 def read_table(path: Path) -> Table:
@@ -36,7 +38,8 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
 
     Without a delimiter, the one of comma, semicolon, tab and bar that stands most often in the header is taken. Empty
     lines, and empty rows at the end, are passed over; a nameless column is called after its place: `unnamed 1`.
-    Where the comma does not separate cells, a column of numbers with decimal commas is read as such.
+    Where the comma does not separate cells, a column of numbers with decimal commas is read as such; where it does, marks between
+    thousands are taken out of numbers.
     """
     from plausible.tabular import Table
 
@@ -67,7 +70,16 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
     if not rows:
         raise ValueError(f"{path} has a header but no rows")
     table = Table.from_values(dict(zip(names, zip(*(cells for _, cells in rows)))))
-    return table if delimiter == "," else Table(map(with_points, table.columns.values()))
+    return Table(map(without_marks if delimiter == "," else with_points, table.columns.values()))
+
+
+def without_marks(column: Column) -> Column:
+    """Marks between thousands (`"1,234.5"`, `1 234`) taken out, where every cell is a number and some have them."""
+    marked = {level for level in column.levels if THOUSANDS.fullmatch(level)}
+    if not marked or not all(level in marked or PLAIN.fullmatch(level) for level in column.levels):
+        return column
+    strip = {level: re.sub(r"[^0-9.+-]", "", level) for level in marked}
+    return replace(column, cells=tuple(cell if cell is None else strip.get(cell, cell) for cell in column.cells))
 
 
 def with_points(column: Column) -> Column:

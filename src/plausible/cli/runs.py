@@ -1,4 +1,5 @@
-"""The folder of a run: `posterior/`, `run.json` (everything prediction needs), `metrics.json` and `heldout.csv`.
+"""The folder of a run: `posterior/`, `run.json` (everything prediction needs), `metrics.json` and `heldout.csv`, and
+`evidence.json` with `evidence.safetensors` (everything a report needs).
 
 It is written beside its place and renamed when it is complete, so `run/` is either absent, whole, or the one that was
 there before. While a fit is under way its checkpoint lives in the sibling `run.checkpoint/`, removed at the end.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from plausible.posterior import Posterior
+    from plausible.report.evidence import Evidence
 
 FORMAT = 1
 RECORD = "run.json"
@@ -134,6 +136,7 @@ def write(
     posterior: Posterior,
     metrics: Mapping[str, Any] | None,
     heldout: Mapping[str, Any],
+    evidence: Evidence,
 ) -> None:
     """Write the folder beside its place, then put it there in one rename."""
     from plausible.cli.files import write_csv
@@ -147,6 +150,7 @@ def write(
             write_json(beside / "metrics.json", dict(metrics))
         if heldout:
             write_csv(beside / "heldout.csv", heldout)
+        evidence.write(beside)
         os.chmod(beside, 0o777 & ~umask())
         old = None
         if out.exists():

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-
 def parse(text: str) -> tuple[str, Any]:
     """`key=value` → the key and the value: a number, true, false, none, text, or several of these with commas between.
 

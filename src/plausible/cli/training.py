@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 import plausible
-from plausible import Posterior, serialise
+from plausible import Posterior, Predictive, serialise
 from plausible.cli import prediction, runs, scores, settings
 from plausible.cli.errors import Interrupted, note
 from plausible.cli.files import read_table
 from plausible.cli.targets import Target, decide, standardised
+from plausible.report.runs import from_fit
 from plausible.tabular import ID_ROWS, Preprocessor, Table, complete, listed, refuse_gaps
 
 LEVEL = 0.9
@@ -188,6 +189,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     say(options, [describe(record)])
     posterior = infer(record, data, method, options)
     metrics: dict[str, Any] | None = None
+    predictive: Predictive | None = None
     heldout: dict[str, list[Any]] = {}
     if data.test.rows:
         predictive = data.target.restore(posterior.predict(torch.from_numpy(data.inputs[1])))
@@ -197,7 +199,8 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
         heldout["row"] = [data.test[data.target.names[0]].row(index) for index in range(data.test.rows)]
         heldout |= {f"actual_{name}": list(data.test[name].cells) for name in data.target.names}
         heldout |= prediction.columns(data.target, predictive, LEVEL)
-    runs.write(options.out, record, posterior, metrics, heldout)
+    evidence = from_fit(record, posterior, data, predictive, metrics)
+    runs.write(options.out, record, posterior, metrics, heldout, evidence)
     return record, metrics
 
 

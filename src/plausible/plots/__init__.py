@@ -1,0 +1,27 @@
+"""Figures for notebooks, by matplotlib: each function draws on `ax` (new axes by default) and returns the Axes.
+
+They show what the report shows, from a `Predictive` (or plain arrays, as in `plausible.metrics`) and targets. Colours are
+those of the current matplotlib style. Needs the extra `plot`.
+"""
+
+from plausible.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.plots.examples import example_images, example_rows
+from plausible.plots.regression import predictions, predictive_band
+from plausible.plots.selection import ood_histogram, risk_coverage
+from plausible.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
+
+__all__ = [
+    "chain_trace",
+    "ess_growth",
+    "example_images",
+    "example_rows",
+    "ood_histogram",
+    "pit_histogram",
+    "predictions",
+    "predictive_band",
+    "quantile_calibration",
+    "rank_histogram",
+    "reliability",
+    "risk_coverage",
+    "training_trace",
+]

@@ -1,0 +1,215 @@
+"""Each plot draws the numbers of its metric, on the axes it was given."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import plausible as pl
+from plausible import metrics, plots
+from plausible.report.statistics import count_range, rank_shares
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("agg")
+from matplotlib import pyplot  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    pyplot.close("all")
+
+
+def gaussian(count=60, draws=5, outputs=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    f = torch.randn(draws, count, outputs, generator=generator)
+    y = f.mean(0) + torch.randn(count, outputs, generator=generator)
+    return pl.Predictive.from_functions(f, pl.likelihoods.Gaussian(1.0)), y
+
+
+def categorical(count=80, draws=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    f = 2 * torch.randn(draws, count, 3, generator=generator)
+    y = torch.randint(3, (count,), generator=generator)
+    return pl.Predictive.from_functions(f, pl.likelihoods.Categorical()), y
+
+
+@pytest.fixture(scope="module")
+def chains():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 1), torch.randn(40, 1)
+    method = pl.Ensemble(pl.SGLD(epochs=40, lr=1e-3), members=2)
+    return pl.fit(torch.nn.Linear(1, 1), (x, y), method, progress=False), x
+
+
+def calls(chains):
+    posterior, x = chains
+    numbers, y = gaussian()
+    classes, labels = categorical()
+    other, _ = categorical(seed=1)
+    return {
+        "reliability": lambda **k: plots.reliability(classes, labels, **k),
+        "pit_histogram": lambda **k: plots.pit_histogram(numbers, y, **k),
+        "quantile_calibration": lambda **k: plots.quantile_calibration(numbers, y, **k),
+        "predictive_band": lambda **k: plots.predictive_band(
+            torch.linspace(0, 1, 60), numbers, (torch.rand(9), torch.rand(9)), **k
+        ),
+        "predictions": lambda **k: plots.predictions(numbers, y, **k),
+        "risk_coverage": lambda **k: plots.risk_coverage(classes, labels, **k),
+        "ood_histogram": lambda **k: plots.ood_histogram(classes, other, **k),
+        "training_trace": lambda **k: plots.training_trace(posterior, **k),
+        "chain_trace": lambda **k: plots.chain_trace(posterior, x[:2], **k),
+        "rank_histogram": lambda **k: plots.rank_histogram(posterior, x[:2], **k),
+        "ess_growth": lambda **k: plots.ess_growth(posterior, x[:2], **k),
+        "example_images": lambda **k: plots.example_images(torch.rand(80, 4, 4), classes, labels, **k),
+        "example_rows": lambda **k: plots.example_rows({"a": list(range(60))}, numbers, y, **k),
+    }
+
+
+@pytest.mark.parametrize("name", plots.__all__)
+def test_every_plot_draws_on_the_axes_given_or_makes_some(name, chains):
+    call = calls(chains)[name]
+    figure, ax = pyplot.subplots()
+    assert call(ax=ax) is ax
+    figure.canvas.draw()
+    before = len(pyplot.get_fignums())
+    assert isinstance(call(), Axes)
+    assert len(pyplot.get_fignums()) == before + 1
+    with pytest.raises(TypeError, match="ax must be a matplotlib Axes"):
+        call(ax="here")
+
+
+def test_reliability_shows_the_bins_of_the_metric():
+    predictive, y = categorical()
+    ax = plots.reliability(predictive, y, 5)
+    found = metrics.reliability(predictive, y, 5)
+    x, share = ax.lines[1].get_data()
+    keep = found.counts > 0
+    np.testing.assert_allclose(x, found.confidence[keep])
+    np.testing.assert_allclose(share, found.accuracy[keep])
+    assert f"{metrics.ece(predictive, y, 5):.3f}" in ax.get_legend().get_texts()[-1].get_text()
+
+
+def test_pit_histogram_is_a_density_of_the_metric():
+    predictive, y = gaussian(200)
+    ax = plots.pit_histogram(predictive, y, 8)
+    heights = [patch.get_height() for patch in ax.patches[-8:]]
+    expected = np.histogram(metrics.pit(predictive, y), 8, (0, 1), density=True)[0]
+    np.testing.assert_allclose(heights, expected)
+    low, high = count_range(200, 1 / 8)
+    band = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+    np.testing.assert_allclose([band.y0, band.y1], [low * 8 / 200, high * 8 / 200])
+
+
+def test_quantile_curve_averages_to_the_metric():
+    predictive, y = gaussian(150)
+    ax = plots.quantile_calibration(predictive, y)
+    levels, below = ax.lines[1].get_data()
+    assert np.abs(below - levels).mean() == pytest.approx(metrics.quantile_calibration(predictive, y))
+
+
+def test_band_is_sorted_and_holds_the_quantiles():
+    predictive, _ = gaussian(30, outputs=2)
+    x = torch.randn(30)
+    ax = plots.predictive_band(x, predictive, output=1)
+    grid, mean = ax.lines[0].get_data()
+    order = x.argsort()
+    np.testing.assert_allclose(grid, x[order], rtol=1e-6)
+    np.testing.assert_allclose(mean, predictive.mean[order, 1], rtol=1e-6)
+    ends = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert ends.max() == pytest.approx(float(predictive.quantile(0.95)[:, 1].max()), rel=1e-5)
+
+
+def test_predictions_outside_their_interval_are_told_apart():
+    predictive, y = gaussian()
+    ax = plots.predictions(predictive, y, 0.5)
+    share = metrics.coverage(predictive, y, 0.5)
+    inside, outside = ax.lines[1], ax.lines[2]
+    assert len(inside.get_xdata()) == round(share * len(y))
+    assert len(outside.get_xdata()) == len(y) - round(share * len(y))
+
+
+def test_risk_curve_and_detection_are_those_of_the_metrics():
+    predictive, y = categorical()
+    ax = plots.risk_coverage(predictive, y)
+    found = metrics.risk_coverage(predictive, y)
+    np.testing.assert_allclose(ax.lines[1].get_data(), [found.coverage, found.risk])
+    other, _ = categorical(50, seed=3)
+    ax = plots.ood_histogram(predictive, other, "mutual_information")
+    assert f"{metrics.ood_auroc(predictive, other, 'mutual_information'):.3f}" in ax.get_title()
+    plain = predictive.probs.numpy()
+    assert plots.ood_histogram(plain, other.probs.numpy()).get_title()
+
+
+def test_chains_of_a_posterior_are_those_of_its_functions(chains):
+    posterior, x = chains
+    ax = plots.chain_trace(posterior, x[:3], 2)
+    functions = posterior.functions(x[:3])
+    for chain, line in enumerate(ax.lines):
+        np.testing.assert_allclose(line.get_ydata(), functions[chain::2, 2, 0], rtol=1e-6)
+    values = np.random.default_rng(0).normal(size=(3, 50))
+    heights = [patch.get_data().values for patch in plots.rank_histogram(values, bins=5).patches]
+    np.testing.assert_allclose(heights, rank_shares(values[..., None], 5))
+
+
+def test_effective_draws_grow_to_those_of_the_diagnostics():
+    values = np.random.default_rng(1).normal(size=(2, 200, 3))
+    ax = plots.ess_growth(values)
+    expected = pl.diagnostics.summarise(torch.from_numpy(values))
+    assert [line.get_ydata()[-1] for line in ax.lines[:2]] == pytest.approx(
+        [expected["ess_bulk"], expected["ess_tail"]]
+    )
+    assert ax.lines[0].get_xdata()[-1] == 400
+
+
+def test_examples_are_the_least_and_the_most_certain():
+    predictive, y = categorical()
+    entropy = predictive.entropy.numpy()
+    ax = plots.example_rows({"n": list(range(80))}, predictive, y, 3)
+    table = ax.tables[0]
+    rows = [table[row, -1].get_text().get_text() for row in (1, 2, 3)]
+    assert rows == list(map(str, np.argsort(entropy)[::-1][:3]))
+    ax = plots.example_images(torch.rand(80, 3, 4, 4), predictive, y, 4, certain="most", classes="abc")
+    assert len(ax.images) == 4
+    best = int(np.argsort(entropy)[0])
+    answer = "abc"[int(predictive.probs[best].argmax())]
+    assert ax.texts[0].get_text().startswith(answer)
+    assert ("is " in ax.texts[0].get_text()) == (answer != "abc"[int(y[best])])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: plots.training_trace({}), ValueError, "history is empty"),
+        (lambda: plots.training_trace({"a": [1.0]}, "b"), ValueError, "term='b'"),
+        (lambda: plots.training_trace(3), TypeError, "history must be"),
+        (lambda: plots.chain_trace(np.ones(3)), ValueError, "draws must be"),
+        (lambda: plots.chain_trace(np.ones((2, 5)), quantity=4), ValueError, "quantity=4"),
+        (lambda: plots.ess_growth(np.ones((2, 5))), ValueError, "at least 8"),
+        (lambda: plots.ess_growth(np.ones((2, 50))), ValueError, "does not vary"),
+        (lambda: plots.predictive_band(torch.ones(3), gaussian()[0]), ValueError, "x has 3 inputs"),
+        (lambda: plots.predictive_band(torch.ones(60), gaussian(outputs=2)[0], output=2), ValueError, "output=2"),
+        (lambda: plots.predictions(gaussian()[0], torch.ones(3)), ValueError, "y has 3 targets"),
+        (lambda: plots.example_images(torch.ones(3, 4, 4), categorical()[0]), ValueError, "images must be"),
+        (lambda: plots.example_rows({}, categorical()[0], certain="very"), ValueError, "certain must be"),
+        (lambda: plots.reliability(*gaussian()), TypeError, "class probabilities"),
+        (lambda: plots.pit_histogram(*categorical()), TypeError, "cumulative"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_without_matplotlib_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from plausible import plots\n"
+        "try: plots.training_trace({'a': [1.0, 2.0]})\n"
+        "except ImportError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'plausible[plot]'" in found.stdout
