@@ -795,6 +795,9 @@ def test_units_that_are_dead_at_the_start_count(caplog: pytest.LogCaptureFixture
             before = torch.random.get_rng_state()
             build(network, x, y)
             assert torch.equal(before, torch.random.get_rng_state())
+        build(
+            nn.Linear(3, 1, bias=False).double(), torch.zeros(N, 3, dtype=torch.float64), y
+        )  # the posterior is the prior
     assert caplog.records == []
 
 

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any
 from plausible._version import __version__
 
 if TYPE_CHECKING:
-    from plausible import datasets, likelihoods, methods, metrics, optimisers, priors, schedules, testing, uncertainty
+    from plausible import (
+        datasets,
+        decisions,
+        likelihoods,
+        methods,
+        metrics,
+        optimisers,
+        plots,
+        priors,
+        report,
+        schedules,
+        testing,
+        uncertainty,
+    )
     from plausible.data import Batch
     from plausible.engine import Checkpoint, DivergenceError
     from plausible.fitting import fit
@@ -35,14 +48,17 @@ __all__ = [
     "Predictive",
     "__version__",
     "datasets",
+    "decisions",
     "fit",
     "likelihoods",
     "load",
     "methods",
     "metrics",
     "optimisers",
+    "plots",
     "prior_predictive",
     "priors",
+    "report",
     "schedules",
     "testing",
     "uncertainty",
@@ -61,7 +77,10 @@ _HOMES = {
     "load": "saving",
     "prior_predictive": "prior_checks",
 }
-_ROOMS = ("datasets", "likelihoods", "methods", "metrics", "optimisers", "priors", "schedules", "testing", "uncertainty")
+_ROOMS = (
+    "compare", "datasets", "decisions", "likelihoods", "methods", "metrics", "optimisers", "plots", "priors", "report",
+    "schedules", "testing", "uncertainty",
+)  # fmt: skip
 _EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out
 
 

@@ -203,18 +203,26 @@ class Model:
         return outputs.detach(), uses
 
     def _moving_the_output(self, leaves: Weights, names: list[str], outputs: Tensor, example: Batch) -> set[str]:
-        """Those of the named weights whose gradient is not exactly zero, here or, for dead units' sake, at points around."""
+        """Those of the named weights whose gradient is not exactly zero, here or at other weights and inputs around.
+
+        Dead units have none at the given weights, and inputs of zero give none to the weights that multiply them.
+        """
         stream = torch.Generator().manual_seed(0)
         found: set[str] = set()
         for scale in (0.0, 0.3, 1.0, 3.0):
             near = leaves
             if scale:
-                near = {
-                    n: (w.detach() + scale * torch.randn(w.shape, generator=stream).to(w)).requires_grad_()
-                    for n, w in leaves.items()
-                }  # fmt: skip
+
+                def moved(t: Tensor, scale: float = scale) -> Tensor:
+                    return (
+                        t.detach() + scale * torch.randn(t.shape, generator=stream).to(t)
+                        if t.is_floating_point()
+                        else t
+                    )
+
+                near = {name: moved(weight).requires_grad_() for name, weight in leaves.items()}
                 with torch.enable_grad():
-                    outputs = self.check_inputs(example.x, weights=near)
+                    outputs = self.check_inputs(tree.tree_map(moved, example.x), weights=near)
             missing = [name for name in names if name not in found]
             direction = torch.randn(outputs.shape, generator=stream).to(outputs)
             if not outputs.requires_grad:

@@ -123,7 +123,7 @@ def _dots(rows: Sequence[Row], dataset: str, published: bool) -> str:
     caption = "Test log-likelihood, higher is better; bars are two standard errors"
     caption += ", hollow dots are published results." if published else "."
     return (
-        f'<figure><svg viewBox="0 0 {left + width + 20} {height}" role="img" aria-label="Log-likelihood on {dataset}: '
+        f'<figure tabindex="0"><svg viewBox="0 0 {left + width + 20} {height}" role="img" aria-label="Log-likelihood on {dataset}: '
         f'{html.escape(spoken)}">{"".join(parts)}</svg><figcaption>{caption}</figcaption></figure>'
     )
 
@@ -171,20 +171,22 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 1.0625rem/1.6 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+main { max-width: 68rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: clamp(1.6rem, 5vw, 2.2rem); line-height: 1.2; margin: 0 0 1rem; }
 h2 { font-size: 1.35rem; margin: 3rem 0 0.75rem; }
 p, dl, ul { max-width: 44rem; }
 .skip { position: absolute; left: -999px; } .skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem; }
-figure { margin: 0 0 1rem; padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-svg { display: block; width: 100%; max-width: 44rem; height: auto; font-size: 13px; fill: var(--ink); }
+figure { overflow-x: auto; margin: 0 0 1rem;
+  padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+svg { display: block; width: 100%; min-width: 30rem; max-width: 44rem; height: auto; font-size: 13px; fill: var(--ink); }
 figcaption, caption { font-size: 0.875rem; color: var(--soft); text-align: left; padding: 0.4rem 0.25rem; }
 caption { padding: 0.6rem 0.8rem 0; }
 svg .tick { fill: var(--soft); } svg .rule { stroke: var(--line); }
 line.own { stroke: var(--main); stroke-width: 2.5; } circle.own { fill: var(--main); }
 line.theirs { stroke: var(--soft); stroke-width: 1.5; } circle.theirs { fill: var(--card); stroke: var(--soft); stroke-width: 1.5; }
 .scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin: 1rem 0; }
-.scroll:focus-visible, a:focus-visible, summary:focus-visible { outline: 3px solid var(--main); outline-offset: 2px; }
+figure:focus-visible, .scroll:focus-visible, a:focus-visible, summary:focus-visible {
+  outline: 3px solid var(--main); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.5rem 0.75rem; text-align: right; white-space: nowrap; }
 thead th { font-weight: 500; color: var(--soft); }
