@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import plausible as pl
 from plausible import compare
 from plausible.cli.app import app
-from plausible.compare import protocol, runner
+from plausible.compare import page, protocol, runner
 from plausible.tabular import mlp
 
 pytestmark = pytest.mark.usefixtures("data_folder")
@@ -181,6 +182,36 @@ def test_the_command_shows_failures_and_goes_on(tmp_path: Path, monkeypatch: pyt
     assert "<svg" in page
     assert "[[" not in page
     assert "DivergenceError" in page
+
+
+BROWSER = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with")
+def test_the_page_renders_in_silence(tmp_path: Path) -> None:
+    study = compare.parse(
+        'title = "<script>1</script>"\ndatasets = ["yacht"]\nsplits = 2\n[methods.map]\n[methods."<b>"]\nmethod = "map"\n'
+    )
+    scores = {"log_likelihood": -1.0, "rmse": 2.0, "crps": 1.0, "coverage_90": 0.9, "quantile_calibration": 0.1}
+    results = {
+        cell: {
+            "metrics": {k: v + 0.1 * cell.split + 0.3 * (cell.label == "map") for k, v in scores.items()},
+            "train_rows": 90, "test_rows": 10, "seconds": {"fit": 1.0}, "peak_bytes": None,
+        }
+        for cell in study.cells()
+    }  # fmt: skip
+    page.write(tmp_path / "index.html", study, compare.summarise(study, results))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync",
+             "--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}",
+             f"--screenshot={tmp_path / 'page.png'}"]  # fmt: skip
+    found = subprocess.run(
+        [str(BROWSER), *flags, f"file://{tmp_path / 'index.html'}"], capture_output=True, text=True, timeout=100
+    )
+    assert "CONSOLE" not in found.stderr, found.stderr  # a script or a request would be refused there
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    text = (tmp_path / "index.html").read_text()
+    assert "<script>" not in text
+    assert "<b></th>" not in text
 
 
 def test_options_narrow_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

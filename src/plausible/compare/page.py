@@ -13,6 +13,7 @@ import plausible
 from plausible.compare.published import PUBLISHED
 from plausible.compare.study import Study
 from plausible.compare.tables import HEADLINE, SHOWN, Row, Summary
+from plausible.report.style import STYLE, document
 
 NAMES = {
     "log_likelihood": "log-likelihood", "rmse": "RMSE", "crps": "CRPS", "coverage_90": "inside 90 %",
@@ -26,8 +27,7 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
     shown = published and study.kind == "random"
     sections = "".join(_section(summary, dataset, shown) for dataset in study.datasets)
     text = (
-        TEMPLATE.replace("[[title]]", html.escape(study.title))
-        .replace("[[style]]", STYLE)
+        BODY.replace("[[title]]", html.escape(study.title))
         .replace("[[ranks]]", _ranks(study, summary))
         .replace("[[sections]]", sections)
         .replace("[[against]]", html.escape(summary.against))
@@ -35,7 +35,7 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
         .replace("[[methods]]", _methods(study))
         .replace("[[made]]", f"plausible {plausible.__version__}, seed {study.seed}")
     )
-    path.write_text(text, encoding="utf-8")
+    path.write_text(document(study.title, text, STYLE + STYLE_OF_DOTS), encoding="utf-8")
 
 
 def _section(summary: Summary, dataset: str, published: bool) -> str:
@@ -163,54 +163,19 @@ def _methods(study: Study) -> str:
     return f"<dl>{''.join(entries)}</dl>"
 
 
-STYLE = """
-:root { --paper: #f6f7f8; --card: #fff; --ink: #24292f; --soft: #5a636d; --line: #d9dde2; --main: #1f5f99; --alarm: #b23a14; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --card: #1d2126; --ink: #dfe3e8; --soft: #a2abb5; --line: #363d45; --main: #8cc4f2; --alarm: #ff8a5c; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 1.0625rem/1.6 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 68rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: clamp(1.6rem, 5vw, 2.2rem); line-height: 1.2; margin: 0 0 1rem; }
-h2 { font-size: 1.35rem; margin: 3rem 0 0.75rem; }
-p, dl, ul { max-width: 44rem; }
-.skip { position: absolute; left: -999px; } .skip:focus { left: 1rem; top: 1rem; background: var(--card); padding: 0.5rem; }
-figure { overflow-x: auto; margin: 0 0 1rem;
-  padding: 0.75rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+STYLE_OF_DOTS = """
+.skip { position: absolute; left: -999rem; } .skip:focus { left: 1rem; top: 1rem; padding: 0.5rem 1rem; background: var(--card); }
+caption { text-align: left; padding: 0.6rem 0.8rem 0; font-size: 0.875rem; color: var(--soft); }
+figure { overflow-x: auto; margin: 1.25rem 0; }
 svg { display: block; width: 100%; min-width: 30rem; max-width: 44rem; height: auto; font-size: 13px; fill: var(--ink); }
-figcaption, caption { font-size: 0.875rem; color: var(--soft); text-align: left; padding: 0.4rem 0.25rem; }
-caption { padding: 0.6rem 0.8rem 0; }
 svg .tick { fill: var(--soft); } svg .rule { stroke: var(--line); }
 line.own { stroke: var(--main); stroke-width: 2.5; } circle.own { fill: var(--main); }
-line.theirs { stroke: var(--soft); stroke-width: 1.5; } circle.theirs { fill: var(--card); stroke: var(--soft); stroke-width: 1.5; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin: 1rem 0; }
-figure:focus-visible, .scroll:focus-visible, a:focus-visible, summary:focus-visible {
-  outline: 3px solid var(--main); outline-offset: 2px; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.5rem 0.75rem; text-align: right; white-space: nowrap; }
-thead th { font-weight: 500; color: var(--soft); }
-th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
-tbody tr { border-top: 1px solid var(--line); }
-tr.published th, tr.published td { color: var(--soft); font-weight: 400; }
+line.theirs { stroke: var(--edge); stroke-width: 1.5; } circle.theirs { fill: var(--card); stroke: var(--edge); stroke-width: 1.5; }
+th, td { padding: 0.5rem 0.7rem; } tr.published th, tr.published td { color: var(--soft); font-weight: 400; }
 .mark { color: var(--main); } .alarm { color: var(--alarm); }
-code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.85em; overflow-wrap: anywhere; }
-dt { font-weight: 600; margin-top: 0.9rem; } dd { margin: 0.15rem 0 0; color: var(--soft); }
-summary { cursor: pointer; color: var(--main); margin-top: 2rem; }
-footer { margin-top: 3rem; font-size: 0.875rem; color: var(--soft); }
 """
 
-TEMPLATE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>[[title]]</title>
-<style>[[style]]</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the results</a>
+BODY = """<a class="skip" href="#main">Skip to the results</a>
 <main id="main">
 <h1>[[title]]</h1>
 <p>Each method was fitted to the training rows of the same [[kind]] splits, standardised by them, and scored on the test rows in the
@@ -220,7 +185,4 @@ the paired difference, corrected for splits that share their training rows; = ne
 [[sections]]
 <details><summary>Methods and settings</summary>[[methods]]</details>
 <footer>[[made]]</footer>
-</main>
-</body>
-</html>
-"""
+</main>"""
