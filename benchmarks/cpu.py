@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +38,29 @@ def steps(sizes: tuple[int, ...], rows: int, count: int, members: tuple[int, ...
     return result
 
 
+def threads() -> dict[str, float]:
+    """Time of a MAP step on one thread over that on two, for networks on both sides of where the engine changes over."""
+    result = {}
+    print("MAP eager, one thread over two (below 1: one is faster)")
+    for sizes in ((8, 50, 50, 1), (8, 200, 200, 1), (100, 200, 10), LARGE):
+        net, x, y = problem(sizes, 4096, "cpu")
+        step = ours(net, x, y, 32, "eager")
+
+        def on(number: int, step: Callable[[], int] = step) -> Callable[[], int]:
+            def run() -> int:
+                torch.set_num_threads(number)
+                return step()
+
+            return run
+
+        times = interleave({"one": on(1), "two": on(2)})
+        name, work = "-".join(map(str, sizes)), sum(p.numel() for p in net.parameters()) * 128
+        result[f"threads: {name}"] = ratio(times, "one", "two")
+        print(f"  {name:16} {work / 1e6:6.1f} million multiplications   {result[f'threads: {name}']:6.3f}")
+    torch.set_num_threads(2)
+    return result
+
+
 def importing(rounds: int = 7) -> float:
     """Time of importing plausible's `fit` over that of `import torch`, in fresh interpreters."""
     statements = {"torch": "import torch", "plausible": "from plausible import fit"}
@@ -63,7 +87,7 @@ def overhead(rounds: int = 7) -> float:
     return statistics.median(values)
 
 
-def main(parts: tuple[str, ...] = ("import", "small", "large")) -> dict[str, float]:
+def main(parts: tuple[str, ...] = ("import", "small", "large", "threads")) -> dict[str, float]:
     torch.set_num_threads(2)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     result: dict[str, float] = {}
@@ -73,8 +97,10 @@ def main(parts: tuple[str, ...] = ("import", "small", "large")) -> dict[str, flo
         if name not in parts:
             continue
         result |= {f"{name}: {key}": value for key, value in steps(sizes, rows, count, members).items()}
+    if "threads" in parts:
+        result |= threads()
     return result
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or ("import", "small", "large"))
+    main(tuple(sys.argv[1:]) or ("import", "small", "large", "threads"))

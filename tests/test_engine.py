@@ -591,3 +591,36 @@ def test_memory_is_asked_for_before_it_is_needed(monkeypatch: pytest.MonkeyPatch
     assert memory._container_memory(tmp_path) == 400
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._container_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "expected"),
+    [
+        (nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), (40, 2), 1),
+        (nn.Sequential(nn.Linear(2, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, 1)), (40, 2), 2),
+        (nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 3, 2), nn.Flatten(), nn.Linear(3, 1)), (40, 2), 2),
+        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(), nn.Linear(5, 1)), (40, 5, 2), 2),  # five vectors an example
+    ],
+)
+def test_small_perceptrons_run_on_one_thread(network: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(shape)
+        watch = [lambda *_: seen.append(torch.get_num_threads())]
+        pl.fit(network, (x, torch.randn(40, 1)), pl.MAP(epochs=2), compile=False, progress=False, callbacks=watch)
+        assert set(seen) == {expected}
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            pl.fit(
+                network,
+                (x, torch.randn(40, 1)),
+                pl.MAP(epochs=2),
+                compile=False,
+                progress=False,
+                callbacks=[lambda *_: 1 / 0],
+            )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -99,7 +99,7 @@ def _dots(rows: Sequence[Row], dataset: str, published: bool) -> str:
     points = [(n, v, 0.0 if math.isnan(e) else e, own) for n, v, e, own in points if math.isfinite(v)]
     if not points:
         return ""
-    left, width, line = 190, 420, 24
+    left, width, line = 240, 400, 24
     low, high = min(v - 2 * e for _, v, e, _ in points), max(v + 2 * e for _, v, e, _ in points)
     low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
     place = lambda v: left + width * (v - low) / (high - low)  # noqa: E731
@@ -114,7 +114,9 @@ def _dots(rows: Sequence[Row], dataset: str, published: bool) -> str:
     for i, (name, value, error, own) in enumerate(points):
         y = 16 + line * i
         kind = "own" if own else "theirs"
-        parts.append(f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{html.escape(name[:26])}</text>')
+        parts.append(
+            f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{html.escape(name if len(name) < 34 else name[:32] + "…")}</text>'
+        )
         parts.append(
             f'<line class="{kind}" x1="{place(value - 2 * error):.1f}" y1="{y}" x2="{place(value + 2 * error):.1f}" y2="{y}"/>'
         )

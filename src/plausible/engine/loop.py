@@ -20,7 +20,7 @@ from plausible.engine import checkpoint as checkpoints
 from plausible.engine.accumulate import accumulate
 from plausible.engine.checkpoint import Checkpoint, Checkpointer
 from plausible.engine.interrupt import Interrupt
-from plausible.engine.policy import Mode, decide
+from plausible.engine.policy import Mode, decide, threads
 from plausible.engine.progress import Progress
 from plausible.engine.ranks import Team, Vote
 from plausible.engine.source import Source
@@ -113,9 +113,11 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         place=(team.rank, team.size) if team.divides else None,
     )  # fmt: skip
     resumed = team.ready(source, plan, resumed)
-    return team.gather(
-        method, _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
-    )
+    rows = (plan.batch_size or data.num_data) * (method.members or 1)
+    x = None if isinstance(data, StreamData) else data.batch.x
+    with threads(model.network, x, work=num_elements(model.initial) * rows, device=device):
+        fitted = _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
+    return team.gather(method, fitted)
 
 
 def _plan(method: Method, data: Data) -> Plan:
