@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-export PLAUSIBLE_DATA ?= $(wildcard ../shared/data)
+export PLAUSIBLE_DATA ?= $(abspath $(wildcard ../shared/data))
 
 .PHONY: setup demo test test-slow lint bench clean
 
