@@ -140,7 +140,8 @@ def test_marks_between_thousands(tmp_path):
     columns = files.read_table(tmp_path / "a.csv").columns
     assert columns["price"].cells == ("1234.5", "-12", "1234567")
     assert columns["other"].cells == ("1234", "-5", None)
-    assert columns["code"].kind == columns["date"].kind == "text"  # 1,23 is no such number, so the column is left alone
+    assert columns["date"].kind == "text"
+    assert columns["code"].cells == ("1.23", "1.234", "7")  # 1,23 is no thousand, so these are decimal commas
 
 
 def test_tsv_and_parquet_read_like_csv(tmp_path):
@@ -659,3 +660,21 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path):
     data = write(tmp_path / "data.csv", "a,y [kg]\n" + "\n".join(f"{i},{i / 3}" for i in range(30)))
     result = plausible("fit", data, "-t", "y [kg]", "-o", tmp_path / "run", "-m", "map", "--hidden", 3, "--epochs", 1)
     assert "y [kg]" in result.stdout
+
+
+def test_targets_far_from_zero_keep_their_spread(tmp_path):
+    rows = [f"{i % 7},{1_700_000_000 + 3600 * (i % 5) / 5:.1f}" for i in range(60)]
+    write(tmp_path / "t.csv", "x,y\n" + "\n".join(rows) + "\n")
+    run = tmp_path / "run"
+    assert plausible("fit", tmp_path / "t.csv", "-t", "y", "-m", "map", "--epochs", 5, "-o", run, "-q").exit_code == 0
+    held = list(csv.DictReader((run / "heldout.csv").open()))
+    assert all(float(row["upper"]) - float(row["lower"]) > 100 for row in held)
+    assert all(abs(float(row["mean"]) - 1_700_000_720) < 3600 for row in held)
+
+
+def test_targets_too_large_for_any_unit(tmp_path):
+    write(tmp_path / "t.csv", "x,y\n" + "\n".join(f"{i},{i}e300" for i in range(40)) + "\n")
+    result = plausible("fit", tmp_path / "t.csv", "-t", "y", "-m", "map", "-o", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "its values are too large; use another unit" in result.output
+    assert "warning" not in result.output

@@ -221,7 +221,6 @@ def test_the_column_that_is_not_numeric_is_named(kind: Any) -> None:
         (pandas.DataFrame({"a": [1.0, None]}), r"NaN at \(1, 0\)"),
         (pandas.DataFrame({"a": pandas.array([1, None], dtype="Int64"), "b": [1.0, 2.0]}), r"NaN at \(1, 0\)"),
         (polars.DataFrame({"a": [None, 2]}), r"NaN at \(0, 0\)"),
-        (np.array([1.0, 1e60]), r"infinity at \(1,\)"),  # finite, but not in the network's float32
     ],
 )
 def test_non_finite_inputs_are_refused_with_their_position(x: Any, position: str) -> None:
@@ -685,3 +684,33 @@ def test_bad_streams_are_refused() -> None:
     short = ((x[:4], y[:3]),)
     with pytest.raises(ValueError, match="4 examples and y has 3 in one batch"):
         next(prepare(DataLoader(short, batch_size=None), num_data=8).passes())  # type: ignore[arg-type]
+
+
+def test_a_pass_that_contradicts_num_data_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter([(torch.ones(3), torch.zeros(1))] * 40)
+
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=16)
+    for number, expected in ((10, 1), (400, 1), (40, 0), (45, 0)):  # a short last batch may have been dropped
+        caplog.clear()
+        pl.fit(torch.nn.Linear(3, 1), loader, pl.MAP(epochs=4), num_data=number, compile=False, progress=False)
+        found = [r.getMessage() for r in caplog.records if "one pass over the data gave 40 examples" in r.getMessage()]
+        assert len(found) == expected
+
+
+def test_numbers_that_the_network_cannot_hold_are_called_large() -> None:
+    x, y = torch.randn(20, 3), torch.randn(20, 1).double()
+    with pytest.raises(ValueError, match=r"y holds .*e\+39, which is too large for torch.float32: rescale it"):
+        pl.fit(torch.nn.Linear(3, 1), (x, y * 1e39), pl.MAP(epochs=1), progress=False)
+    with pytest.raises(ValueError, match=r"x holds .*, which is too large for torch.float32"):
+        pl.fit(torch.nn.Linear(3, 1), (x.double() * 1e300, y), pl.MAP(epochs=1), progress=False)
+
+
+def test_predict_takes_inputs_and_not_loaders() -> None:
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    posterior = pl.fit(torch.nn.Linear(3, 1), (x, y), pl.MAP(epochs=1), compile=False, progress=False)
+    data = torch.utils.data.TensorDataset(x, y)
+    for wrong in (data, torch.utils.data.DataLoader(data)):
+        with pytest.raises(TypeError, match=r"x must be inputs, got a .*pass its tensor"):
+            posterior.predict(wrong)

@@ -374,3 +374,25 @@ def test_adversarial_is_refused_where_inputs_cannot_be_moved() -> None:
         pl.fit(net, (words, y), pl.MAP(epochs=1, adversarial=0.01), progress=False)
     with pytest.raises(ValueError, match="adversarial"):
         pl.MAP(adversarial=-0.1)
+
+
+def test_early_stopping_looks_at_example_weights() -> None:
+    """Targets of rows with weight 0 make no difference, held out or not."""
+    x, y = _problem(60)
+    weights = (torch.arange(60) % 3 > 0).float()
+    method = pl.MAP(epochs=40, batch_size=10, patience=5, holdout=0.2)
+    found = []
+    for other in (0.0, 50.0):
+        targets = torch.where(weights[:, None] > 0, y, other)
+        found.append(pl.fit(nn.Linear(3, 1), (x, targets, weights), method, init=None, **QUIET))
+        torch.manual_seed(0)
+    a, b = found
+    assert a.history["held_out_log_likelihood"] == pytest.approx(b.history["held_out_log_likelihood"])
+
+
+def test_batch_norm_with_a_single_example_says_what_to_do() -> None:
+    x, y = _problem(9)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    for data, size in (((x, y), 1), (DataLoader(TensorDataset(x, y), batch_size=8), "auto")):
+        with pytest.raises(ValueError, match=r"batch norm in training needs at least two examples.*drop_last=True"):
+            pl.fit(net, data, pl.MAP(epochs=2, batch_size=size), **QUIET)

@@ -801,6 +801,59 @@ def test_units_that_are_dead_at_the_start_count(caplog: pytest.LogCaptureFixture
     assert caplog.records == []
 
 
+class Squeezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).squeeze()
+
+
+def test_a_network_that_loses_the_axis_of_examples_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"loses the axis of examples; where it ends in squeeze\(\), write squeeze\(-1\)"
+    ):
+        build(Squeezing().double(), randn(N, 3), randn(N))
+
+
+class Adapter(nn.Module):
+    """A zero-initialised adapter beside a weight that must stay positive definite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.s = (
+            nn.Parameter(randn(2, 3)),
+            nn.Parameter(torch.zeros(1, 2).double()),
+            nn.Parameter(torch.eye(3).double()),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = torch.linalg.cholesky(self.s)
+        return torch.linalg.solve(root, x.T).T.sum(1, keepdim=True) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize(
+    ("network", "x"),
+    [
+        (Adapter(), lambda: randn(N, 3)),
+        (
+            nn.Sequential(nn.Embedding(9, 2, padding_idx=0), nn.Flatten(), nn.Linear(4, 1)).double(),
+            lambda: torch.zeros(N, 2).long(),
+        ),
+        (nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 1)).double(), lambda: randn(N, 3) * 1e6),
+        (nn.Sequential(nn.Linear(3, 1), nn.Hardtanh()).double(), lambda: randn(N, 3) * 1e4),
+    ],
+    ids=["restricted", "padding", "saturated", "clamped"],
+)
+def test_weights_that_cannot_be_judged_count_as_moving(
+    network: nn.Module, x: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "plausible"):
+        build(network, x(), randn(N, 1))
+    assert caplog.records == []
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batch norm, dropout, recurrent and other modules
 

@@ -476,3 +476,20 @@ def test_read_only_targets_are_fine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert predictive.log_prob(y).shape == (3,)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5, 1e9])
+def test_an_offset_of_any_size_leaves_the_spread_alone(offset: float) -> None:
+    plain = Predictive.from_functions(
+        torch.randn(5, 7, 1, generator=torch.Generator().manual_seed(0)), Gaussian(scale=0.3)
+    )
+    moved = plain.rescaled(offset, 2.0)
+    assert moved.mean.dtype == torch.float64
+    low, high = plain.interval(0.9)
+    lower, upper = moved.interval(0.9)
+    torch.testing.assert_close(upper - lower, 2 * (high - low).double(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close((moved.mean - offset) / 2, plain.mean.double(), rtol=1e-5, atol=1e-6)
+    y = torch.linspace(-1, 1, 7, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(
+        moved.log_prob(offset + 2 * y) + math.log(2), plain.log_prob(y.float()).double(), rtol=1e-4, atol=1e-5
+    )

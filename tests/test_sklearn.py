@@ -259,7 +259,8 @@ def test_networks_of_ones_own() -> None:
     before = copy.deepcopy(module.state_dict())
     given = BayesianRegressor(QUICK, network=module, likelihood="heteroscedastic", random_state=0).fit(X, y)
     assert np.array_equal(given.predict(X), model.predict(X))  # the factory is called under the seed
-    assert given.predict(X).dtype == np.float32  # the module's precision
+    assert next(iter(given.posterior_.weights().values())).dtype == torch.float32  # the module's precision
+    assert given.predict(X).dtype == np.float64  # in the units of y, whose offset may be large
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     X, y = labels()
     classifier = BayesianClassifier(QUICK, network=squashed, random_state=0).fit(X, y)
@@ -269,8 +270,10 @@ def test_networks_of_ones_own() -> None:
 def test_precision_is_that_of_the_inputs() -> None:
     X, y = regression()
     model = BayesianRegressor(QUICK, random_state=0)
-    single, double = model.fit(X.astype(np.float32), y).predict(X), model.fit(X, y).predict(X)
-    assert (single.dtype, double.dtype) == (np.float32, np.float64)
+    single, double = model.fit(X.astype(np.float32), y), clone(model).fit(X, y)
+    types = [next(iter(fitted.posterior_.weights().values())).dtype for fitted in (single, double)]
+    assert types == [torch.float32, torch.float64]
+    single, double = single.predict(X), double.predict(X)
     assert np.allclose(single, double, rtol=1e-3)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
 
 
 def is_frame(value: Any) -> bool:
@@ -83,11 +84,15 @@ def _is_leaf(value: Any) -> bool:
 
 def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: str = "x") -> Any:
     """Inputs as a tree of tensors: floating leaves take the module's dtype, integers stay; NaN and infinity are refused."""
+    if isinstance(x, DataLoader | Dataset):
+        raise TypeError(
+            f"{name} must be inputs, got a {type(x).__name__}; pass its tensor or array of inputs (batch_size= keeps memory small)"
+        )
 
     def leaf(value: Any) -> Tensor:
         tensor = as_tensor(value, name)
         if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+            tensor = _narrowed(tensor, dtype, name)
         if tensor.is_floating_point() or tensor.is_complex():
             _check_finite(tensor, name)
         return tensor.to(device)
@@ -104,6 +109,19 @@ def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: s
             + "; a list of tensors is several inputs: torch.stack makes it one" * isinstance(x, list)
         )
     return pytree.tree_unflatten(converted, spec)
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The tensor in the module's type; finite numbers that this type cannot hold are refused."""
+    narrow = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool(
+        (torch.isfinite(tensor) & ~torch.isfinite(narrow)).any()
+    ):
+        raise ValueError(
+            f"{name} holds {float(tensor[torch.isfinite(tensor)].abs().max()):.3g}, which is too large for {dtype}: rescale it, or "
+            "use a network in float64"
+        )
+    return narrow
 
 
 def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None:
@@ -132,7 +150,7 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if target.is_complex():
         raise TypeError(f"y must be real, got {target.dtype}; model its real and imaginary parts as two targets")
     if target.is_floating_point():
-        target = target.to(dtype)
+        target = _narrowed(target, dtype, "y")
     elif target.dtype not in (torch.bool, torch.int64):
         target = target.long()
     observed: Tensor | None = None

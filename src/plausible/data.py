@@ -8,6 +8,7 @@ pure function of the seed, so that a resumed run sees what an uninterrupted one 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from torch.utils.data import (
 from plausible.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.random import generator, permutation
 from plausible.weights import tree_map
+
+log = logging.getLogger("plausible")
 
 
 class Batch(NamedTuple):
@@ -161,6 +164,7 @@ class StreamData:
     device: torch.device
     mask: Any = None
     check: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    told: bool = False
 
     resident = False
 
@@ -199,8 +203,17 @@ class StreamData:
         if self.indexable:
             yield from self.chunks(256)
             return
+        seen = largest = 0
         for item in self.source:
-            yield self.convert(item)
+            batch = self.convert(item)
+            seen, largest = seen + len(batch.y), max(largest, len(batch.y))
+            yield batch
+        if abs(seen - self.num_data) >= largest and not self.told and not torch.distributed.is_initialized():
+            self.told = True
+            log.warning(
+                "one pass over the data gave %s examples, but num_data is %s, by which the likelihood is scaled; pass num_data=%s",
+                f"{seen:,}", f"{self.num_data:,}", seen,
+            )  # fmt: skip
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """One pass in pieces of about `size`."""

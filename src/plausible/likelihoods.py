@@ -410,6 +410,8 @@ def _shape_error(name: str, outputs: Sequence[int], expected: tuple[int, ...], g
         fix = "the classes are the second axis; move them last with output=lambda f: f.movedim(1, -1)"
     elif name == "Categorical" and got == tuple(outputs):
         fix = "pass class numbers; for one-hot rows y.argmax(-1)"
+    elif name == "Gaussian" and got == expected[:-1] and expected[-1] > 1:
+        fix = "change the network's last layer; or, if these are classes, pass them as integers, y.long(), for Categorical"
     else:
         fix = "change the network's last layer or the shape of the targets"
     return ValueError(

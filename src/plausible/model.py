@@ -9,6 +9,7 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -192,37 +193,56 @@ class Model:
         leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
         with torch.enable_grad():
             outputs = self.check_inputs(example.x, weights=leaves)
+        self._check_one_row(example, outputs)
         uses = last_uses(outputs, leaves)
         dead = set(uses) - self._moving_the_output(leaves, list(uses), outputs, example)
         uses = {name: when for name, when in uses.items() if name not in dead}
         if not uses:
             raise ValueError(
                 "the network's weights do not influence its output (is the forward pass under torch.no_grad, are results "
-                "detached, or multiplied by zero?): nothing can be inferred"
+                "detached, multiplied by zero, or always clamped?): nothing can be inferred"
             )
         return outputs.detach(), uses
+
+    def _check_one_row(self, example: Batch, outputs: Tensor) -> None:
+        """Refuse networks that lose the axis of examples where there is one example alone."""
+        try:
+            with torch.no_grad():
+                one = self.outputs({**self.initial, **self.buffers}, take(example.x, [0]))
+        except Exception:  # what one row alone does to a network is judged where it happens
+            return
+        if one.shape != (1, *outputs.shape[1:]):
+            raise ValueError(
+                f"network gives outputs of shape {tuple(one.shape)} for one example and {tuple(outputs.shape)} for "
+                f"{len(outputs)}: it loses the axis of examples; where it ends in squeeze(), write squeeze(-1)"
+            )
 
     def _moving_the_output(self, leaves: Weights, names: list[str], outputs: Tensor, example: Batch) -> set[str]:
         """Those of the named weights whose gradient is not exactly zero, here or at other weights and inputs around.
 
-        Dead units have none at the given weights, and inputs of zero give none to the weights that multiply them.
+        Dead units have none at the given weights, saturated ones none at the given inputs, and inputs of zero give none to the
+        weights that multiply them. Inputs that are no real numbers cannot be moved, and networks that fail at other weights cannot
+        be asked: weights then count as moving it.
         """
+        real = all(leaf.is_floating_point() for leaf in tree.tensors(example.x))
         stream = torch.Generator().manual_seed(0)
         found: set[str] = set()
-        for scale in (0.0, 0.3, 1.0, 3.0):
+        for scale, keep in ((0.0, True), (0.3, True), (1.0, True), (0.03, False), (1.0, False)):
             near = leaves
+            if scale and not real:
+                return set(names)
             if scale:
 
-                def moved(t: Tensor, scale: float = scale) -> Tensor:
-                    return (
-                        t.detach() + scale * torch.randn(t.shape, generator=stream).to(t)
-                        if t.is_floating_point()
-                        else t
-                    )
+                def moved(t: Tensor, keep: bool = True, scale: float = scale) -> Tensor:
+                    return t.detach() * keep + scale * torch.randn(t.shape, generator=stream).to(t)
 
                 near = {name: moved(weight).requires_grad_() for name, weight in leaves.items()}
-                with torch.enable_grad():
-                    outputs = self.check_inputs(tree.tree_map(moved, example.x), weights=near)
+                inputs = tree.tree_map(functools.partial(moved, keep=keep), example.x)
+                try:
+                    with torch.enable_grad():
+                        outputs = self.check_inputs(inputs, weights=near)
+                except (ValueError, TypeError):
+                    return set(names)
             missing = [name for name in names if name not in found]
             direction = torch.randn(outputs.shape, generator=stream).to(outputs)
             if not outputs.requires_grad:

@@ -120,8 +120,14 @@ class Predictive:
                 raise ValueError(
                     f"weight {name!r} needs a leading axis of {self.num_draws} draws, got shape {list(weight.shape)}"
                 )
-        self._dtype = outputs.dtype if outputs.dtype in (torch.float32, torch.float64) else torch.float32
+        self._dtype = self._returned(outputs)
         return Draws(outputs.detach(), weights)
+
+    def _returned(self, outputs: Tensor) -> torch.dtype:
+        """The type of results: that of the outputs, but float64 in other units, whose offset may dwarf the spread."""
+        if isinstance(self.likelihood, Scaled):
+            return widest(outputs.device)
+        return outputs.dtype if outputs.dtype in (torch.float32, torch.float64) else torch.float32
 
     def _draws(self, rows: slice) -> Draws:
         size = 8 * self.num_draws * self.num_inputs * math.prod(self.output_shape)
@@ -315,12 +321,13 @@ class Predictive:
             return self._collect(draw, axis=1, draws=n + self.num_draws)[0]
 
     def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Predictive:
-        """The predictive of loc + scale·y, for example of standardised targets in their original units."""
+        """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
         result = Predictive(
             Scaled(self.likelihood, loc, scale), self._source, num_inputs=self.num_inputs, num_draws=self.num_draws,
             output_shape=self.output_shape, budget_bytes=self._budget,
         )  # fmt: skip
-        result._whole, result._dtype = self._whole, self._dtype
+        if self._whole is not None:
+            result._whole, result._dtype = self._whole, result._returned(self._whole.outputs)
         return result
 
     def _targets(self, y: Any) -> Tensor:

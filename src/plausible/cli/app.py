@@ -353,7 +353,9 @@ def methods(
 @guarded
 def compare(
     study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
-    preset: Annotated[str | None, typer.Option(help="A study of ours: uci-small, uci-tuned or uci.", show_default=False)] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="A study of ours: uci-small, uci-tuned or uci.", show_default=False)
+    ] = None,
     datasets: Annotated[
         str | None, typer.Option(metavar="A,B", help="UCI sets; see: plausible data list.", show_default=False)
     ] = None,

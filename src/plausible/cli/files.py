@@ -38,8 +38,8 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
 
     Without a delimiter, the one of comma, semicolon, tab and bar that stands most often in the header is taken. Empty
     lines, and empty rows at the end, are passed over; a nameless column is called after its place: `unnamed 1`.
-    Where the comma does not separate cells, a column of numbers with decimal commas is read as such; where it does, marks between
-    thousands are taken out of numbers.
+    A column of numbers with decimal commas (in quotes, where the comma separates cells) is read as such; where the comma
+    separates cells, marks between thousands are taken out of numbers.
     """
     from plausible.tabular import Table
 
@@ -70,7 +70,8 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
     if not rows:
         raise ValueError(f"{path} has a header but no rows")
     table = Table.from_values(dict(zip(names, zip(*(cells for _, cells in rows)))))
-    return Table(map(without_marks if delimiter == "," else with_points, table.columns.values()))
+    columns = table.columns.values()
+    return Table(map(with_points, map(without_marks, columns) if delimiter == "," else columns))
 
 
 def without_marks(column: Column) -> Column:
@@ -140,10 +141,12 @@ def read_parquet(path: Path) -> Table:
 
 
 def cell(value: Any) -> str:
-    """A value as CSV text: eight digits for numbers, nothing for None."""
+    """A value as CSV text: eight digits for numbers, twelve for large ones, nothing for None."""
     if value is None:
         return ""
-    return format(value, ".8g") if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return format(value, ".12g" if abs(value) >= 1e5 else ".8g")
 
 
 def write_csv(path: Path | None, columns: Mapping[str, Sequence[Any]]) -> None:

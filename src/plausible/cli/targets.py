@@ -197,8 +197,12 @@ def standardised(target: Target, table: Table) -> Target:
     if target.likelihood not in CONTINUOUS:
         return target
     values = target.observed(table)
-    loc, scale = values.mean(axis=0), values.std(axis=0)
-    if not (scale > 0).all() or not np.isfinite(scale).all():
-        flat = [name for name, spread in zip(target.names, scale) if not 0 < spread < np.inf]
+    with np.errstate(over="ignore", invalid="ignore"):
+        loc, scale = values.mean(axis=0), values.std(axis=0)
+    if not np.isfinite(scale).all():
+        wide = [name for name, spread in zip(target.names, scale) if not np.isfinite(spread)]
+        raise ValueError(f"target {listed(wide)} cannot be standardised: its values are too large; use another unit")
+    if not (scale > 0).all():
+        flat = [name for name, spread in zip(target.names, scale) if not spread > 0]
         raise ValueError(f"target {listed(flat)} cannot be standardised: it does not vary in the training rows")
     return Target(target.names, target.likelihood, tuple(loc.tolist()), tuple(scale.tolist()))

@@ -194,7 +194,6 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     if data.test.rows:
         predictive = data.target.restore(posterior.predict(torch.from_numpy(data.inputs[1])))
         observed = torch.from_numpy(data.target.observed(data.test))
-        observed = observed.float() if observed.is_floating_point() else observed
         metrics = scores.held_out(data.target, predictive, observed.to(posterior.device), LEVEL)
         heldout["row"] = [data.test[data.target.names[0]].row(index) for index in range(data.test.rows)]
         heldout |= {f"actual_{name}": list(data.test[name].cells) for name in data.target.names}

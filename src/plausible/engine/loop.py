@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plausible import random
-from plausible.data import Data, StreamData, num_rows
+from plausible.data import Batch, Data, StreamData, num_rows
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.accumulate import accumulate
 from plausible.engine.checkpoint import Checkpoint, Checkpointer
@@ -116,7 +116,15 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
     rows = (plan.batch_size or data.num_data) * (method.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x
     with threads(model.network, x, work=num_elements(model.initial) * rows, device=device):
-        fitted = _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
+        try:
+            fitted = _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                "batch norm in training needs at least two examples in every batch, and one has a single example: use a larger "
+                "batch_size, or drop_last=True in a loader whose last batch is that short"
+            ) from error
     return team.gather(method, fitted)
 
 
@@ -166,6 +174,7 @@ class _Run:
         self.history: dict[str, list[float]] = {}
         self.sums: dict[str, float] = {}
         self.stale: Tensor | None = None
+        self.held_weight: float | None = None
         self.done = 0
         self.seconds = 0.0
 
@@ -401,7 +410,7 @@ class _Run:
         if self.held is None or self.done % self.plan.per_epoch or self.plan.patience is None:
             return False
         total = accumulate(lambda batch: self.method.held_out(self.model, stepper.state, batch), self.held)
-        value = total / self.held.num_data
+        value = total / self._held_weight()
         over = torch.zeros_like(value, dtype=torch.bool) if self.stale is None else self.stale >= self.plan.patience
         new, self.stale = self.method.validated(stepper.state, torch.where(over, -torch.inf, value))
         if isinstance(stepper.state, tuple) and self.mode != "eager":
@@ -411,6 +420,17 @@ class _Run:
         self.state = stepper.state
         self.history.setdefault("held_out_log_likelihood", []).append(float(value.mean()))
         return bool((self.stale >= self.plan.patience).all())
+
+    def _held_weight(self) -> float:
+        """The number of held-out examples, or the sum of their weights."""
+        assert self.held is not None
+        if self.held_weight is None:
+
+            def count(batch: Batch) -> Tensor:
+                return torch.tensor(float(num_rows(batch.x)) if batch.weight is None else float(batch.weight.sum()))
+
+            self.held_weight = float(accumulate(count, self.held)) or 1.0
+        return self.held_weight
 
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints

@@ -105,8 +105,9 @@ class Method:
         return [{**state.weights, **state.buffers}]
 
     def held_out(self, model: Model, state: Any, batch: Batch) -> Tensor:
-        """The summed log-likelihood of held-out examples under the current state."""
-        return model.log_likelihood({**state.weights, **state.buffers}, batch).sum()
+        """The summed log-likelihood of held-out examples, times their weights, under the current state."""
+        each = model.log_likelihood({**state.weights, **state.buffers}, batch)
+        return (each if batch.weight is None else each * batch.weight).sum()
 
     def validated(self, state: Any, value: Tensor) -> tuple[Any, Tensor]:  # noqa: ARG002
         """Take note of a held-out log-likelihood: the new state, and for how many checks it has not improved."""
