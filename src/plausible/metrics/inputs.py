@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plausible.conversion import as_tensor, as_targets
+from plausible.conversion import as_targets, as_tensor
 from plausible.likelihoods import Bernoulli, Categorical
 from plausible.predictive import Predictive
 from plausible.special import double
