@@ -97,6 +97,10 @@ def test_a_fingerprint_changes_with_what_matters_alone() -> None:
         ("datasets = ['yacht']\nkind = 'tail'\n[methods.map]", "kind must be"),
         ("datasets = ['yacht']\nreference = 'x'\n[methods.map]", "reference: no method is called 'x'"),
         ("datasets = ['yacht']\nmethods = 3", "methods is missing"),
+        ("title = 3\ndatasets = ['yacht']\n[methods.map]", "title must be text"),
+        ("datasets = ['yacht']\nsplits = []\n[methods.map]", "splits must be whole numbers"),
+        ("datasets = ['yacht']\n[methods.map]\nvalidation = 'a'", "validation must lie between"),
+        ("datasets = ['yacht']\n[methods.map]\nprior_scale = 1e-160", "prior_scale must be a positive number"),
         ("datasets = ['yacht']\n[methods]\nmap = 3", "methods.map must be a table"),
     ],
 )

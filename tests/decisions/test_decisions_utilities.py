@@ -283,7 +283,7 @@ EYE = np.eye(2)
         (GOOD, np.zeros((3, 2, 2)), r"expected \[2, actions, 2\] for 2 inputs"),
         (GOOD, np.zeros(2), r"utility has shape \[2\]"),
         (GOOD, np.zeros((0, 2)), "at least one action"),
-        (GOOD, np.array([[0.0, np.inf]]), r"utility must be finite; it does not at index \[0, 1\]"),
+        (GOOD, np.array([[0.0, np.inf]]), r"utility must be finite; it is not at index \[0, 1\]"),
         (GOOD, lambda a, y: math.nan, "utility must be finite, got nan for action 0 and class 0"),
         (GOOD, lambda a, y: [0.0, 1.0], r"gave shape \[2\] for action 0 and class 0, expected one number"),
     ],

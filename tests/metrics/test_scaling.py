@@ -58,12 +58,19 @@ def test_held_out_data_decide_the_temperature(classified):
 
 
 def test_each_half_is_scored_at_the_temperature_of_the_other():
-    probs, y = np.array([[0.8, 0.2], [0.8, 0.2]]), np.array([0, 1])
-    # the first alone wants T = 0.01, the second T = 100; each gets the other's: 4^(1/100) and 4^100 to one
-    cool, hot = math.log1p(4.0**-0.01), math.log1p(4.0**100)
-    assert metrics.calibrated_log_loss(probs, y) == pytest.approx((cool + hot) / 2, rel=1e-9)
-    assert metrics.temperature(probs[:1], y[:1]) == pytest.approx(0.01)
-    assert metrics.temperature(probs[1:], y[1:]) == pytest.approx(100)
+    # two of three right at odds of 4 to 1: log-odds log 4 / T = log 2 for both halves of such rows
+    probs, y = np.array([[0.8, 0.2]] * 600), np.array([0, 0, 1] * 200)
+    exact = -(2 * math.log(2 / 3) + math.log(1 / 3)) / 3
+    assert metrics.calibrated_log_loss(probs, y) == pytest.approx(exact, abs=0.01)
+    # one right and one wrong: neither half has an optimum, so both are scored as they are
+    assert metrics.calibrated_log_loss(probs[:2], [0, 1]) == pytest.approx(-(math.log(0.8) + math.log(0.2)) / 2)
+
+
+@pytest.mark.parametrize(("rows", "p"), [(100, 0.9), (1000, 0.99), (10_000, 0.999)])
+def test_one_error_among_many_does_not_explode(rows, p):
+    probs, y = np.array([[p, 1 - p]] * rows), np.array([1] + [0] * (rows - 1))
+    plain = metrics.log_loss(probs, y)
+    assert metrics.calibrated_log_loss(probs, y) <= 1.5 * plain
 
 
 def test_probabilities_that_underflow_stay_finite():

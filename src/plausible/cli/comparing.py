@@ -80,7 +80,7 @@ def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet
     jobs = jobs if jobs is not None else _cores()
     cells = list(study.cells())
     if not cells:
-        raise ValueError("no split is left to run: the data sets have fewer than --splits asks for")
+        raise ValueError("no split is left to run: the data sets have no splits of these numbers")
     there = sum("metrics" in (stored(study, out, cell) or {}) for cell in cells)
     if there and not quiet:
         note(f"{there} of {len(cells)} fits are in {out} already")
@@ -177,8 +177,7 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
                 for k in SHORT
             ]
             peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
-            lost = len(row.failures)
-            table.add_row(row.label + (f" ({lost} failed)" if lost else ""), *values, f"{row.seconds:.1f}", peak)
+            table.add_row(row.title, *values, f"{row.seconds:.1f}", peak)
         if published and study.kind == "random":
             for source, value in PUBLISHED["log_likelihood"][dataset].items():
                 other = PUBLISHED["rmse"][dataset].get(source)
@@ -194,8 +193,8 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
             table.add_row(candidate.label, *(f"{summary.ranks[n][candidate.label]:.2f}" for n in HEADLINE))
         printer.print(table)
         printer.print(
-            f"± is the standard error over splits. ▲ better, ▼ worse than {summary.against}, = no difference beyond two standard "
-            "errors of the paired difference, corrected for splits that share their training rows. In brackets: published."
+            f"± is the standard error over splits. ▲ better, ▼ worse than {summary.against} by the paired differences, = not to be "
+            "told apart (5 %, Student's t, corrected for splits that share their training rows). In brackets: published."
         )
 
 

@@ -66,7 +66,7 @@ def _section(summary: Summary, dataset: str, published: bool) -> str:
 
 
 def _row(row: Row) -> str:
-    label = f'<th scope="row">{html.escape(row.label)}</th>'
+    label = f'<th scope="row">{html.escape(row.title)}</th>'
     if not row.metrics:
         return f'<tr>{label}<td class="alarm" colspan="{len(SHOWN) + 2}">{"failed" if row.failures else "not run yet"}</td></tr>'
     cells = []
@@ -181,8 +181,8 @@ BODY = """<a class="skip" href="#main">Skip to the results</a>
 <main id="main">
 <h1>[[title]]</h1>
 <p>Each method was fitted to the training rows of the same [[kind]] splits, standardised by them, and scored on the test rows in the
-units of the target. ± is the standard error over splits. ▲ better and ▼ worse than [[against]] by more than two standard errors of
-the paired difference, corrected for splits that share their training rows; = neither.</p>
+units of the target. ± is the standard error over splits. ▲ better and ▼ worse than [[against]] by the paired differences (5 %,
+Student's t, corrected for splits that share their training rows); = not to be told apart.</p>
 [[ranks]]
 [[sections]]
 <details><summary>Methods and settings</summary>[[methods]]</details>

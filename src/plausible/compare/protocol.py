@@ -19,6 +19,7 @@ from plausible.compare.study import Candidate, Cell, Study
 from plausible.datasets.results import Split
 from plausible.engine import DivergenceError
 from plausible.fitting import fit
+from plausible.methods import MAP, Ensemble
 from plausible.posterior import Posterior
 from plausible.tabular import mlp
 
@@ -57,6 +58,14 @@ def run(study: Study, cell: Cell) -> dict[str, Any]:
         "chosen": tried[0][0] if tried else {},
         "validation": [{"settings": s, "log_likelihood": v} for s, v in tried],
     }  # fmt: skip
+
+
+def warm_up() -> None:
+    """A small fit that is thrown away: what a process allocates and imports once belongs to no method."""
+    x = torch.linspace(-1, 1, 20)[:, None]
+    likelihood = likelihoods.HeteroscedasticGaussian()
+    posterior = fit(mlp(1, (5,), 2), (x, x), Ensemble(MAP(epochs=2), 2), likelihood=likelihood, progress=False)
+    metrics.summary(posterior.predict(x).rescaled(1.0, 2.0), x)
 
 
 def train(candidate: Candidate, data: tuple[Any, Any], hidden: tuple[int, ...], seed: int) -> Posterior:

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plausible.compare.study import Cell, Study
+from plausible.compare.tables import SHOWN
 
 log = logging.getLogger("plausible")
 Told = Callable[[int, int, Cell, dict[str, Any]], None]
@@ -52,7 +54,17 @@ def stored(study: Study, folder: Path, cell: Cell) -> dict[str, Any] | None:
         found = json.loads(_file(folder, cell).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("fingerprint") == study.fingerprint(cell) else None
+    whole = isinstance(found, dict) and ("error" in found or _whole(found))
+    return found if whole and found.get("fingerprint") == study.fingerprint(cell) else None
+
+
+def _whole(result: dict[str, Any]) -> bool:
+    """Whether a result has all that the tables need."""
+    try:
+        numbers = [*result["metrics"].values(), *result["seconds"].values(), result["train_rows"], result["test_rows"]]
+        return all(name in result["metrics"] for name in SHOWN) and bool([float(number) for number in numbers])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def _file(folder: Path, cell: Cell) -> Path:
@@ -96,7 +108,15 @@ class _Worker:
     def __init__(self, context: Any, study: Study):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, study), daemon=True)
-        self.process.start()
+        main = threading.current_thread() is threading.main_thread()
+        before = (
+            signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        )  # Ctrl-C is the parent's, also while it starts
+        try:
+            self.process.start()
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
         theirs.close()
         self.cell: Cell | None = None
 
@@ -180,12 +200,14 @@ def _death(code: int | None) -> str:
 def _serve(connection: Connection, study: Study) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     logging.getLogger("plausible").setLevel(logging.ERROR)
+    from plausible.compare import protocol
+
+    protocol.warm_up()
     while True:
         try:
-            cell = connection.recv()
+            connection.send(attempt(study, connection.recv()))
         except (EOFError, OSError):
             return
-        connection.send(attempt(study, cell))
 
 
 def attempt(study: Study, cell: Cell) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Study:
         _need(self.kind in ("random", "gap"), f"kind must be 'random' or 'gap', got {self.kind!r}")
         labels = [candidate.label for candidate in self.candidates]
         _need(len(set(labels)) == len(labels), "methods: two have the same label")
+        _need(isinstance(self.title, str), f"title must be text, got {self.title!r}")
         _need(_is_count(self.seed, 0), f"seed must be a whole number of at least 0, got {self.seed!r}")
         if self.reference is not None:
             _need(
@@ -205,7 +206,10 @@ def parse(text: str, source: str = "the study") -> Study:
         )
         splits = raw.get("splits")
         if isinstance(splits, list):
-            _need(all(_is_count(s, 0) for s in splits), f"splits must be whole numbers from 0, got {splits}")
+            _need(
+                bool(splits) and all(_is_count(s, 0) for s in splits),
+                f"splits must be whole numbers from 0, got {splits}",
+            )
             splits = tuple(splits)
         elif splits == "all":
             splits = None
@@ -249,13 +253,20 @@ def _candidate(label: str, table: Any) -> Candidate:
 def _check(candidate: Candidate) -> None:
     """Every variant of the grid can be built; an error names the candidate."""
     where = f"methods.{candidate.label}"
-    _need(0 < candidate.validation < 1, f"{where}.validation must lie between 0 and 1, got {candidate.validation}")
+    share = candidate.validation
+    _need(
+        isinstance(share, float) and 0 < share < 1,
+        f"{where}.validation must lie between 0 and 1, got {candidate.validation}",
+    )
     for changes in candidate.variants():
         variant = candidate.with_(changes)
         scale = variant.prior_scale
         _need(
-            isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0,
-            f"{where}.prior_scale must be a positive number, got {scale!r}",
+            isinstance(scale, int | float)
+            and not isinstance(scale, bool)
+            and math.isfinite(scale)
+            and 1e-30 < scale < 1e30,
+            f"{where}.prior_scale must be a positive number of a size that floats can square, got {scale!r}",
         )
         for name, value, known in (
             ("likelihood", variant.likelihood, LIKELIHOODS),

@@ -2,7 +2,8 @@
 
 The 20 splits of a data set share most of their training rows, so differences on them are not independent. The standard error
 σ/√J of a mean over J splits, which the literature prints, is kept for the columns; whether one method is *better* than
-another is judged by the corrected one, √((1/J + n_test/n_train) σ²), of their paired differences (Nadeau and Bengio 2003).
+another is judged by the corrected one, √((1/J + n_test/n_train) σ²), of their paired differences (Nadeau and Bengio 2003), against
+Student's t with J − 1 degrees of freedom at 5 %, two-sided.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from plausible.compare.study import Cell, Study
 
 HIGHER_IS_BETTER = {"log_likelihood": True, "rmse": False, "mae": False, "crps": False, "aurc": False,
                     "quantile_calibration": False}  # fmt: skip
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101,
+    2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""The 97.5 % quantiles of Student's t with 1, 2, … 30 degrees of freedom."""
+
 HEADLINE = ("log_likelihood", "rmse", "crps")
 SHOWN = (*HEADLINE, "coverage_90", "quantile_calibration")
 
@@ -32,14 +39,16 @@ class Mean(NamedTuple):
         """`−2.41 ± 0.06`; as many digits as the error asks for, at least `digits`."""
         if not self.splits:
             return "–"
+        if not math.isfinite(self.value) or abs(self.value) >= 1e5:
+            return f"{self.value:.3g}".replace("-", "−")
         if math.isfinite(self.error) and self.error > 0:
             digits = max(digits, min(6, 1 - math.floor(math.log10(self.error)) if self.error < 0.1 else digits))
         shown = f"{self.value:.{digits}f}".replace("-", "−")
-        return shown if self.splits < 2 else f"{shown} ± {self.error:.{digits}f}"
+        return shown if math.isnan(self.error) else f"{shown} ± {self.error:.{digits}f}"
 
 
 class Difference(NamedTuple):
-    """A mean paired difference (method less reference), its corrected standard error, and the verdict at two of them."""
+    """A mean paired difference (method less reference), its corrected standard error, and the verdict by Student's t."""
 
     value: float
     error: float
@@ -59,6 +68,21 @@ class Row:
     peak_bytes: float | None
     failures: tuple[str, ...]
     missing: int
+
+    @property
+    def title(self) -> str:
+        """The label, with what is left out of the means."""
+        wanted = len(self.failures) + self.missing + self.splits
+        return (
+            self.label
+            if self.splits == wanted or not self.splits
+            else f"{self.label} ({self.splits} of {wanted} splits)"
+        )
+
+    @property
+    def splits(self) -> int:
+        """Splits with a result."""
+        return next((value.splits for value in self.metrics.values()), 0)
 
 
 @dataclass(frozen=True)
@@ -91,18 +115,20 @@ def mean(values: Sequence[float]) -> Mean:
     """Mean and standard error σ/√J."""
     if not values:
         return Mean(math.nan, math.nan, 0)
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Mean(statistics.fmean(values), error, len(values))
+    spread = len(values) > 1 and all(map(math.isfinite, values))
+    error = statistics.stdev(values) / math.sqrt(len(values)) if spread else math.nan
+    return Mean(sum(values) / len(values), error, len(values))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], ratio: float, higher: bool) -> Difference:
-    """The paired difference ours − theirs over splits with test rows per training row `ratio`, judged at two standard errors."""
-    gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
-    if len(gaps) < 2:
-        return Difference(gaps[0] if gaps else math.nan, math.nan, len(gaps), "")
+    """The paired difference ours − theirs over splits with test rows per training row `ratio`, judged at 5 %, two-sided."""
+    gaps = [0.0 if a == b else a - b for a, b in zip(ours, theirs, strict=True)]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+        return Difference(sum(gaps) / len(gaps) if gaps else math.nan, math.nan, len(gaps), "")
     value, spread = statistics.fmean(gaps), statistics.variance(gaps)
     error = math.sqrt((1 / len(gaps) + ratio) * spread)
-    if abs(value) <= 2 * error or value == 0:
+    freedom = len(gaps) - 1
+    if abs(value) <= (T_975[freedom - 1] if freedom <= len(T_975) else 1.96 + 2.4 / freedom) * error or value == 0:
         verdict = "no difference"
     else:
         verdict = "better" if (value > 0) == higher else "worse"

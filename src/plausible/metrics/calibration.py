@@ -126,6 +126,8 @@ def coverage(predictive: Any, y: Any, level: float = 0.9, *, mask: Any = None) -
         low, high = _pair(predictive)
         low, target, observed = numeric(low, y, mask, samples=False, name="low")
         high = numeric(high, y, mask, samples=False, name="high")[0]
+        if bool((low > high)[observed].any()):
+            raise ValueError("low lies above high in some places: pass (low, high), in this order")
     else:
         samples, target, observed = numeric(predictive, y, mask, samples=True)
         low, high = intervals(samples, level)

@@ -115,6 +115,13 @@ def _of_probabilities(probs: Tensor, score: str, name: str) -> Tensor:
     return torch.special.entr(mean).sum(-1) if score == "entropy" else 1 - mean.amax(-1)
 
 
+def _classes(given: Any) -> Tensor | None:
+    """Something whose last axis counts classes; None for numbers."""
+    if isinstance(given, Predictive):
+        return given.probs[:1] if given.likelihood.kind == "classes" else None
+    return class_probabilities(given)
+
+
 def _pooled(inside: Any, outside: Any, score: str) -> tuple[Tensor, Tensor]:
     """Scores of all inputs, [N + M], one each (the mean over outputs where there are several), and which are outside."""
     parts = []
@@ -123,4 +130,7 @@ def _pooled(inside: Any, outside: Any, score: str) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is empty: detection needs inputs of both kinds")
         values = uncertainty_score(given, score, name)
         parts.append(values.reshape(len(values), -1).mean(-1))
+    sizes = [given.shape[-1] for given in map(_classes, (inside, outside)) if given is not None]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"inside has {sizes[0]} classes and outside {sizes[1]}: their {score} cannot be compared")
     return torch.cat(parts), torch.arange(sum(map(len, parts))) >= len(parts[0])

@@ -269,7 +269,7 @@ def _two_columns(probs: Tensor) -> Tensor:
 def _refuse(bad: Tensor, rule: str, fix: str = "", values: Tensor | None = None) -> None:
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
-        got = f"got {values[tuple(where)].item():.6g}" if values is not None else "it does not"
+        got = f"got {values[tuple(where)].item():.6g}" if values is not None else "it is not"
         got = f"{got} at index {where} ({int(bad.sum())} such)"
         raise ValueError(f"{rule}; {got}{': ' * bool(fix)}{fix}")
 

@@ -47,7 +47,8 @@ def calibrated_log_loss(
 
     With `held_out=(predictive, y)`, predictions for data that are neither trained on nor scored, T is fitted there. Without
     it the inputs are parted into random halves `splits` times; each half is scored at the temperature of the other, and
-    the mean over all is returned: no example helps to choose its own temperature. Halves are a function of `seed`.
+    the mean over all is returned: no example helps to choose its own temperature. A half whose predictions are all right (or all
+    wrong) has its optimum at no temperature; the other is then scored as it is. Halves are a function of `seed`.
 
     Labels or positions of one input stay in one half, and their losses are summed, as in `log_loss`.
     """
@@ -74,6 +75,8 @@ def _cross_fitted(found: Labelled, logs: Tensor, seed: int, split: int) -> float
     total = 0.0
     for fitted in (inside, ~inside):
         inverse = _inverse_temperature(logs[fitted], found.labels[fitted])
+        if not 1 / BOUNDS[1] < inverse < 1 / BOUNDS[0]:
+            inverse = 1.0  # all right or all wrong: this half says nothing of the temperature of the other
         total += float(_loss(logs[~fitted], found.labels[~fitted], inverse).sum())
     return total / len(inputs)
 
