@@ -315,13 +315,17 @@ def environment() -> dict[str, str]:
 
 def test_ctrl_c_in_a_program_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  shells ignore it for what runs in the background
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=heard
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "running"
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        try:
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0, errors
     word, steps, interrupted = output.split()
     assert (word, interrupted) == ("steps", "True")

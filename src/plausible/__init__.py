@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plausible.data import Batch
     from plausible.engine import Checkpoint, DivergenceError
     from plausible.fitting import fit
-    from plausible.methods import MAP, SGLD, Ensemble, Method
+    from plausible.methods import MAP, SGLD, Ensemble, MeanField, Method
     from plausible.model import Model
     from plausible.posterior import Posterior
     from plausible.predictive import Predictive
@@ -42,6 +42,7 @@ __all__ = [
     "Checkpoint",
     "DivergenceError",
     "Ensemble",
+    "MeanField",
     "Method",
     "Model",
     "Posterior",

@@ -88,12 +88,13 @@ class Model:
         seed: int = 0,
         evaluated: tuple[str, ...] = (),
         radius: Tensor | None = None,
+        prepared: Any = None,
     ):
         self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
         self.initial, self.random, self.buffers = initial, random, buffers
         self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
         self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
-        self.seed, self.evaluated, self.radius = seed, evaluated, radius
+        self.seed, self.evaluated, self.radius, self.prepared = seed, evaluated, radius, prepared
         self.points = tuple(name for name in initial if name not in random)
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
         self._spread = how_to_call(network)
@@ -155,7 +156,7 @@ class Model:
             name: getattr(self, name)
             for name in ("network", "likelihood", "prior", "num_data", "initial", "random", "buffers", "output",
                          "output_shape", "target_ndim", "temperature", "initial_draws", "precision", "steps", "seed",
-                         "evaluated", "radius")
+                         "evaluated", "radius", "prepared")
         }  # fmt: skip
         settings.update(changes)
         return Model(**settings)
@@ -358,7 +359,8 @@ class Model:
         """Log p(w), summed over all trained weights."""
         return self.prior.log_prob({name: weights[name] for name in self.initial})
 
-    def _total(self, weights: Mapping[str, Tensor], batch: Batch, train: bool) -> Tensor:
+    def scaled_log_likelihood(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
+        """(N/B) Σ weight_i log p(y_i | x_i, w): 0-d."""
         scale = self.num_data / num_rows(batch.x)
         if batch.weight is None and batch.mask is None:
             outputs = self.outputs(weights, batch.x, train=train)
@@ -370,7 +372,7 @@ class Model:
 
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
         """((N/B) Σ weight_i log p(y_i | x_i, w) + log p(w)) / temperature: an unbiased estimate from a batch."""
-        value = self._total(weights, batch, train) + self.log_prior(weights)
+        value = self.scaled_log_likelihood(weights, batch, train=train) + self.log_prior(weights)
         return value if self.temperature == 1.0 else value / self.temperature
 
     def gradient(
@@ -396,7 +398,7 @@ class Model:
 
         def objective(w: Weights, part: Batch, buffered: Weights) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
             moving = {name: b.clone() for name, b in buffered.items()}
-            total = self._total({**w, **moving}, part, train)
+            total = self.scaled_log_likelihood({**w, **moving}, part, train=train)
             if precision is not None:
                 return total * factor, (total.detach(), total.detach(), moving)
             prior = self.log_prior(w)
@@ -427,6 +429,10 @@ class Model:
     def attacked(self, radius: Tensor) -> Model:
         """The model whose gradients also see each example moved by `radius` to where it is least likely."""
         return self._replace(radius=radius)
+
+    def with_prepared(self, prepared: Any) -> Model:
+        """The model with what a method found out about it before the run, for its own use."""
+        return self._replace(prepared=prepared)
 
     def starting_at(self, weights: Mapping[str, Tensor], draws: Weights | None = None) -> Model:
         """The model whose optimisers and chains start at these weights (buffers may be among them)."""

@@ -42,6 +42,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str] = ""
     log_evidence: float | None = None
+    _stackable = True
 
     def __init__(self, method: Any, model: Model, run: Mapping[str, Any]):
         self.method, self.model = method, model
@@ -152,6 +153,22 @@ class Posterior(ABC):
         self._check_shape(outputs.shape[2:])
         return Draws(outputs, parts[0].weights)
 
+    def _stacked_outputs(self, stacked: Weights, x: Any, count: int) -> Tensor:
+        def one_by_one() -> Tensor:
+            return torch.stack([self.model.outputs(tree.index(stacked, i), x) for i in range(count)])
+
+        if count == 1 or not self._stackable:
+            return one_by_one()
+        try:
+            return torch.func.vmap(lambda w: self.model.outputs(w, x))(stacked)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            outputs = one_by_one()  # where this fails too, x is at fault and not vmap
+            log.debug("vmap over draws failed (%s): they are evaluated one by one", error)
+            self._stackable = False
+            return outputs
+
     def _check_shape(self, shape: Sequence[int]) -> None:
         if tuple(shape) != tuple(self.model.output_shape):
             raise ValueError(
@@ -176,12 +193,15 @@ class Posterior(ABC):
         rows = []
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
         for name, weight in named.items():
-            status = "inferred" if name in model.random else "trained as a point" if name in model.initial else "fixed"
-            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", status))
+            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", self._status(name)))
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         body = "\n".join(f"  {n:<{wide[0]}}  {s:<{wide[1]}}  {status}" for n, s, status in rows)
         head = f"{self._method_name} posterior, {type(model.likelihood).__name__} likelihood"
         return f"{head}, {model.num_data:,} examples\n{body}"
+
+    def _status(self, name: str) -> str:
+        model = self.model
+        return "inferred" if name in model.random else "trained as a point" if name in model.initial else "fixed"
 
     def __repr__(self) -> str:
         count = tree.num_elements({n: self.model.initial[n] for n in self.model.random})
@@ -242,7 +262,6 @@ class DrawsPosterior(Posterior):
     def __init__(self, method: Any, model: Model, run: Mapping[str, Any], store: DrawStore, chains: int = 1):
         super().__init__(method, model, run)
         self.store, self.chains = store, chains
-        self._stackable = True
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> DrawsPosterior:
@@ -285,22 +304,6 @@ class DrawsPosterior(Posterior):
             order = torch.tensor([position[row] for row in plan], device=values.device)
             values, noise = values[order], tree.index(noise, order)
         return Draws(values, noise)
-
-    def _stacked_outputs(self, stacked: Weights, x: Any, count: int) -> Tensor:
-        def one_by_one() -> Tensor:
-            return torch.stack([self.model.outputs(tree.index(stacked, i), x) for i in range(count)])
-
-        if count == 1 or not self._stackable:
-            return one_by_one()
-        try:
-            return torch.func.vmap(lambda w: self.model.outputs(w, x))(stacked)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            outputs = one_by_one()  # where this fails too, x is at fault and not vmap
-            log.debug("vmap over draws failed (%s): they are evaluated one by one", error)
-            self._stackable = False
-            return outputs
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         """Draws of the random weights, named, stacked on a leading axis."""

@@ -58,7 +58,7 @@ class Options:
 
 
 class Fitted(NamedTuple):
-    """What a run leaves behind: the last state, kept draws, history per epoch, and how it was run."""
+    """What a run leaves behind: the last state, kept draws, history per epoch, how it was run, what `prepare` found out."""
 
     state: Any
     draws: DrawStore | None
@@ -67,6 +67,7 @@ class Fitted(NamedTuple):
     seconds: float
     mode: str
     interrupted: bool = False
+    prepared: Any = None
 
 
 def iterate(method: Method, model: Model, data: Data, options: Options) -> Fitted:
@@ -463,7 +464,16 @@ class _Run:
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
     def _fitted(self, interrupted: bool) -> Fitted:
-        return Fitted(self.state, self.writer.store(), self.history, self.done, self.seconds, self.mode, interrupted)
+        return Fitted(
+            self.state,
+            self.writer.store(),
+            self.history,
+            self.done,
+            self.seconds,
+            self.mode,
+            interrupted,
+            self.model.prepared,
+        )
 
 
 def _json_number(value: float) -> float | str:

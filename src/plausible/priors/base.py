@@ -48,6 +48,10 @@ class Prior(ABC):
         """
         return None
 
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:  # noqa: ARG002
+        """E log p(w) for the weight called `name` under w ~ N(mean, scale²), summed: 0-d; None where there is no closed form."""
+        return None
+
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The sum of the log densities of all elements of all weights: a 0-d tensor."""
         return total(self.elementwise(name, weight).sum() for name, weight in weights.items())

@@ -67,6 +67,10 @@ class Patterns(Prior):
         """The log density by the rule of this name."""
         return self.rule(name).elementwise(name, weight)
 
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
+        """E log p(w) by the rule of this name."""
+        return self.rule(name).expectation(name, mean, scale)
+
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         """Draws by the rule of this name."""
         return self.rule(name).draw(name, like, generator, draws)
@@ -108,6 +112,12 @@ class FanIn(Prior):
         fan_in = _fan_in(name, weight)
         base = self.prior.elementwise(name, weight * math.sqrt(fan_in))
         return base + 0.5 * math.log(fan_in)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
+        """E log p(w) of the rescaled weight, with the Jacobian."""
+        fan_in = _fan_in(name, mean)
+        base = self.prior.expectation(name, mean * math.sqrt(fan_in), scale * math.sqrt(fan_in))
+        return None if base is None else base + 0.5 * math.log(fan_in) * mean.numel()
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         """Draws of the base prior over √n."""

@@ -91,6 +91,12 @@ class Gaussian(Rule):
             return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
         return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
 
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """−½ Σ ((μ − loc)² + σ²)/scale², and the constant."""
+        centred = mean - self.loc if self.loc else mean
+        constant = mean.numel() * (math.log(self.scale) + 0.5 * LOG_2PI)
+        return (-0.5 / self.scale**2) * (centred * centred + scale * scale).sum() - constant
+
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A standard normal variate, scaled and moved."""
         return self.loc + self.scale * _normal(shape, generator, dtype)
@@ -113,6 +119,14 @@ class Laplace(Rule):
     def log_density(self, weight: Tensor) -> Tensor:
         """−|w|/scale − log(2·scale)."""
         return -weight.abs() / self.scale - math.log(2 * self.scale)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """−Σ E|w|/scale − log(2·scale), with E|w| = σ√(2/π) e^(−μ²/2σ²) + μ erf(μ/σ√2)."""
+        ratio = mean / scale
+        size = scale * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio * ratio) + mean * torch.erf(
+            ratio * math.sqrt(0.5)
+        )
+        return -size.sum() / self.scale - mean.numel() * math.log(2 * self.scale)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A random sign times an exponential variate."""
@@ -291,6 +305,10 @@ class Flat(Rule):
     def log_density(self, weight: Tensor) -> Tensor:
         """Zeros, without a gradient."""
         return torch.zeros_like(weight)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """0."""
+        return torch.zeros((), dtype=mean.dtype, device=mean.device)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Refused."""
