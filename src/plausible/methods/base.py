@@ -190,7 +190,7 @@ def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **sett
     if size is not None and size > num_data:
         raise ValueError(
             f"{type(method).__name__}: batch_size={size} is larger than the data ({num_data} examples); "
-            "use batch_size=None for all data at once"
+            "use batch_size=None for all data at once (on the command line: --set batch_size=none)"
         )
     per_epoch = 1 if size is None else -(-num_data // size)
     return Plan(steps=num_epochs(method, per_epoch) * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
