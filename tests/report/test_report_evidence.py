@@ -136,4 +136,9 @@ def test_a_run_of_an_older_version_shows_its_scores(runs, tmp_path, parse):
     assert "log joint" in page.text
     (run / "metrics.json").unlink()
     page = parse(pl.report.write(run).read_text(encoding="utf-8"))
-    assert "No rows were held out" in page.text
+    assert "No rows were held out" not in page.text
+    assert "The scores of this run are missing" in page.text
+    assert "Rows were held out of training (96)" in page.text
+    shutil.copytree(runs["nothing"], tmp_path / "nothing")
+    (tmp_path / "nothing" / RECORD).unlink()
+    assert "No rows were held out" in pl.report.write(tmp_path / "nothing").read_text(encoding="utf-8")

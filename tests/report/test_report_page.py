@@ -13,7 +13,7 @@ import plausible as pl
 from plausible.report import style
 from plausible.report.sections import png
 from plausible.report.svg import limits, tick_text, ticks
-from plausible.report.words import number, percent
+from plausible.report.words import cell, number, percent
 
 KINDS = ["curve", "several", "counts", "classes", "binary", "chains", "nothing"]
 
@@ -175,6 +175,27 @@ def test_numbers_as_text():
     ]  # fmt: skip
 
 
+def test_cells_keep_six_digits_of_a_fraction_and_all_of_a_name():
+    shown = {
+        "0.40931199443649": "0.409312", "-12.3456789": "-12.3457", "1.5": "1.5", "0.000123456": "0.000123456",
+        "1234567.89": "1.23457e+06", "1.23456789e-9": "1.23457e-09", "20240131": "20240131", "007123456": "007123456",
+        "mid & more": "mid & more", "1.2.3456789": "1.2.3456789", "": "", "12345678901234567890": "12345678901234567890",
+    }  # fmt: skip
+    assert {text: cell(text) for text in shown} == shown
+
+
+def test_examples_show_no_more_digits_than_that(pages):
+    cells = [text for _, _, text in pages["curve"].all("td")]
+    assert any(re.fullmatch(r"-?\d\.\d{5,6}", text) for text in cells)
+    assert not any(re.search(r"[1-9]\.?\d*\.?\d{7}", text) for text in cells)
+
+
+def test_shares_of_counts_have_two_names(pages):
+    assert "inside the 90 % interval, both ends included" in pages["counts"].text
+    assert "with randomised ends" in pages["counts"].text
+    assert "ends" not in pages["curve"].text.partition("Held-out scores")[2].partition("Can it be")[0]
+
+
 def test_a_picture_is_a_png():
     pixels = np.random.default_rng(0).random((5, 7, 3))
     data = png(pixels)
@@ -259,6 +280,9 @@ def test_few_held_out_rows_accuse_nobody(rows, parse):
     posterior = pl.fit(torch.nn.Linear(2, 1), (x, y), pl.MAP(epochs=2), progress=False)
     page = parse(pl.report.html(posterior, x[:rows], y[:rows]))
     assert "too few" in page.text
+    prose = " ".join(text for _, _, text in page.all("p", "caption", "figcaption"))
+    assert not re.search(r"\b1 (held-out )?(rows|examples)", prose)
+    assert ("The only held-out example" in page.text) == (rows == 1)
     assert "confident" not in page.text.partition("What was fitted")[2].partition("Can it be")[0]
     constant = parse(pl.report.html(posterior, x, torch.ones(60, 1)))
     assert "all held-out targets are the same" in constant.text

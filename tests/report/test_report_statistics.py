@@ -44,6 +44,39 @@ def test_uniformity_is_kolmogorovs_test():
         assert statistics.uniform(values).p == pytest.approx(stats.kstest(values, "uniform").pvalue, abs=0.01)
 
 
+@pytest.mark.parametrize("count", [5, 12, 40])
+@pytest.mark.parametrize("chance", [0.001, 0.01, 0.1, 0.9, 0.99, 0.999])
+def test_spread_has_the_law_of_a_sum_of_squares_of_uniform_variables(count, chance):
+    """The exact law by convolution: (2u − 1)² on a lattice of 4,000 cells, which it enters with √ differences."""
+    cells = 4000
+    size = 2 ** int(np.ceil(np.log2(count * cells + 1)))
+    one = np.fft.rfft(np.diff(np.sqrt(np.arange(cells + 1) / cells)), size)
+    below = np.fft.irfft(one**count, size).cumsum()
+    place = int(np.searchsorted(below, chance))
+    distance = np.sqrt((place + count / 2 + 0.5) / cells / count)
+    found = statistics.spread(np.full(count, (1 + distance) / 2))
+    assert found.p == pytest.approx(2 * min(below[place], 1 - below[place]), rel=0.04)
+    assert found.direction == (1 if chance > 0.5 else -1)
+
+
+def test_spread_at_its_ends():
+    for values, direction in ((np.full(40, 0.5), -1), (np.arange(40) % 2.0, 1)):
+        assert statistics.spread(values).supported
+        assert statistics.spread(values).direction == direction
+    assert not statistics.spread(np.full(40, 0.5 + 0.5 / np.sqrt(3))).supported  # the mean of (2u − 1)² is 1/3
+    assert not statistics.spread(np.array([0.5])).supported
+
+
+def test_a_test_without_power_is_one_whose_every_count_is_chance():
+    for count in (20, 51, 60):
+        for direction, extreme in ((1, count), (-1, 0)):
+            blind = statistics.powerless(np.full(count, 0.9), direction)
+            assert blind is not statistics.hits(np.full(count, 0.9), extreme).supported
+    assert statistics.powerless(np.full(50, 0.9), 1)
+    assert not statistics.powerless(np.full(51, 0.9), 1)
+    assert statistics.powerless(np.full(51, 0.9), 1, tests=3)
+
+
 def test_association_is_spearmans_with_ties():
     rng = np.random.default_rng(1)
     first = rng.integers(0, 5, 80).astype(float)
@@ -99,3 +132,14 @@ def test_improvement_is_the_paired_test():
     assert better.direction == 1
     assert not statistics.improvement(rng.permutation(baseline), baseline).supported
     assert statistics.improvement(baseline, baseline).p == 1
+    for count in (3, 8, 40):
+        found = statistics.improvement(0.7 * baseline[:count], baseline[:count])
+        exact = stats.ttest_1samp(0.3 * baseline[:count], 0).pvalue
+        assert found.p == pytest.approx(exact, rel=0.05)
+    assert not statistics.improvement(np.zeros(2), np.ones(2)).supported  # no spread, but two rows
+
+
+def test_signs_are_binomial():
+    found = statistics.signs(np.array([1.0] * 9 + [3.0] * 2 + [2.0] * 5), np.full(16, 2.0))
+    assert found.p == pytest.approx(stats.binomtest(9, 11).pvalue)
+    assert found.direction == 1

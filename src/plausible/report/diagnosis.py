@@ -8,15 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from plausible.report.evidence import Evidence
-from plausible.report.verdicts import Verdict
-from plausible.report.words import number, percent
+from plausible.report.verdicts import COLLAPSED, Verdict
+from plausible.report.words import number, percent, plural
 
 RHAT, RHAT_BAD = 1.01, 1.05
 ESS = 100
 """Effective draws per chain below which means and intervals are rough (Vehtari et al. 2021)."""
-
-COLLAPSED = 1e-4
-"""Epistemic share of the variance (of the entropy for classes) below which draws are taken to be one and the same."""
 
 KL_SHARE = 0.9
 
@@ -70,7 +67,7 @@ def divergences(evidence: Evidence) -> list[Verdict]:
     """Transitions that failed."""
     count = evidence.diagnostics.get("divergences") or 0
     advice = "Lower the step size: the sampler leaves out parts of the posterior that are narrow."
-    return [Verdict("bad", f"{count:,} transitions diverged.", "", advice)] if count else []
+    return [Verdict("bad", f"{plural(count, 'transition')} diverged.", "", advice)] if count else []
 
 
 def epistemic_share(evidence: Evidence) -> float | None:

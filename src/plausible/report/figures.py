@@ -12,7 +12,7 @@ from plausible.metrics.selective import curve
 from plausible.report.evidence import Output
 from plausible.report.statistics import count_range, rank_shares, wilson
 from plausible.report.svg import Chart, limits, thin, tick_text
-from plausible.report.words import escape, label, number, percent, table
+from plausible.report.words import escape, label, number, percent, plural, table
 
 SERIES = ("main", "second", "third", "fourth")
 _TENTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -125,7 +125,7 @@ def predictions(output: Output, most: int = 250) -> str:
         y[outside], mean[outside], "wrong", 2.5, "outside"
     )
     correlation = float(np.corrcoef(y, mean)[0, 1]) if len(y) > 1 and y.std() and mean.std() else float("nan")
-    shown = f"{len(some):,} of {output.count:,} rows" if len(some) < output.count else f"{output.count:,} rows"
+    shown = f"{len(some):,} of {output.count:,} rows" if len(some) < output.count else plural(output.count)
     return figure(
         chart.svg(
             f"Predicted mean against observed {output.name} for {shown}: correlation {number(correlation, 2)}, "

@@ -153,10 +153,11 @@ def _older(folder: Path, record: Record) -> Evidence:
     history = {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}
     evidence = replace(evidence, facts=facts | {"versions": f"plausible {record.version}"}, history=history)
     path = folder / "metrics.json"
-    if not path.is_file():
-        return evidence
-    metrics = read_json(path)
     kind = record.target.make_likelihood().kind
+    if not path.is_file():  # rows that were held out and whose scores are lost are outputs of which nothing is known
+        lost = record.target.names if record.rows.get("heldout") else ()
+        return replace(evidence, outputs=tuple(Output(name, kind) for name in lost))
+    metrics = read_json(path)
     try:
         outputs = tuple(
             Output(str(name), kind, metrics={str(key): float(value) for key, value in values.items()})

@@ -14,7 +14,7 @@ from plausible.report.diagnosis import counted, diagnosis
 from plausible.report.evidence import QUANTILES, Evidence, Output
 from plausible.report.style import document
 from plausible.report.verdicts import Verdict, verdicts
-from plausible.report.words import better, definitions, escape, label, number, percent, score, table
+from plausible.report.words import better, cell, definitions, escape, label, number, percent, plural, score, table
 
 EXAMPLES = 6
 _TAGS = {"good": "✓ fine", "bad": "▲ warning", "unclear": "? unclear", "plain": "• note"}
@@ -72,17 +72,10 @@ def summary(evidence: Evidence, judged: Sequence[tuple[Output, Sequence[Verdict]
     parts = []
     several = len(judged) > 1
     for output, found in judged:
-        parts.append(f"<h3>{escape(output.name)}</h3>" if several else "")
+        parts.append(f"<h3>{escape(output.name)}</h3>" if several and found else "")
         parts.append(said(found))
     if not any(found for _, found in judged):
-        why = (
-            "No rows were held out of training (--test-fraction 0), so nothing can be said about how good the predictions are. "
-            "Scores on training rows would flatter them, and are not shown."
-            if not evidence.outputs
-            else "The held-out predictions of this run were not stored, so only its scores can be shown. Fit it again to see "
-            "calibration and examples."
-        )
-        parts.append(said([Verdict("unclear", "There is nothing to judge the predictions by.", why)]))
+        parts.append(said([unjudged(evidence)]))
     serious = [verdict for verdict in warnings if verdict.tone in ("bad", "plain")]
     if serious:
         parts.append("<h3>About the fit</h3>" if several or judged else "")
@@ -92,12 +85,36 @@ def summary(evidence: Evidence, judged: Sequence[tuple[Output, Sequence[Verdict]
     return f"<p>{text[:1].upper()}{text[1:]}.</p>" + "".join(parts)
 
 
+def unjudged(evidence: Evidence) -> Verdict:
+    """Why there is no verdict: nothing was held out, or what was found there is lost, or only its scores are left."""
+    if not evidence.outputs:
+        why = (
+            "No rows were held out of training (--test-fraction 0), so nothing can be said about how good the predictions are. "
+            "Scores on training rows would flatter them, and are not shown."
+        )
+    elif any(output.metrics for output in evidence.outputs):
+        why = (
+            "The held-out predictions of this run were not stored, so only its scores can be shown. Fit it again to see "
+            "calibration and examples."
+        )
+    else:
+        held = evidence.facts.get("held-out examples", "some")
+        return Verdict(
+            "unclear",
+            "The scores of this run are missing.",
+            f"Rows were held out of training ({held}), but neither their predictions (evidence.json) nor their scores "
+            "(metrics.json) are in the folder of the run.",
+            "Bring the files back, or fit again.",
+        )
+    return Verdict("unclear", "There is nothing to judge the predictions by.", why)
+
+
 def data(evidence: Evidence) -> str:
     """Columns and targets, and what was decided about them."""
     rows = [(escape(name), escape(role), escape(what)) for name, role, what in evidence.data]
     shown = table("Columns of the table", ("column", "role", "what it is"), rows, kind="words") if rows else ""
     held = max((output.count for output in evidence.outputs), default=0)
-    lines = [f"{held:,} examples were held out." if held else "", *evidence.notes]
+    lines = [f"{plural(held, 'example')} {'was' if held == 1 else 'were'} held out." if held else "", *evidence.notes]
     return shown + "".join(f'<p class="note">{escape(line)}</p>' for line in lines if line)
 
 
@@ -115,7 +132,7 @@ def scores(evidence: Evidence) -> str:
         )
     for key in outputs[0].metrics:
         cells = [score(key, output.metrics[key]) if key in output.metrics else "" for output in outputs]
-        rows.append((escape(label(key)), *cells, better(key)))
+        rows.append((escape(label(key, outputs[0].kind)), *cells, better(key, outputs[0].kind)))
     heads = ("score", *(escape(output.name) for output in outputs), "better")
     count = max(output.count for output in outputs)
     note = (
@@ -123,7 +140,7 @@ def scores(evidence: Evidence) -> str:
         "units of the target, 0 is perfect. Calibration errors: how far stated and observed frequencies lie apart; for few rows "
         "they are above 0 even if all is well.</p>"
     )
-    caption = f"Scores on {count:,} held-out rows" if count else "Scores on held-out rows"
+    caption = f"Scores on {plural(count, 'held-out row')}" if count else "Scores on held-out rows"
     return table(caption, heads, rows, kind="scores") + note
 
 
@@ -157,10 +174,10 @@ def examples(evidence: Evidence, images: Mapping[int, np.ndarray]) -> str:
         several = len(evidence.outputs) > 1
         parts.append(f"<h3>{escape(output.name)}</h3>" if several else "")
         count = min(EXAMPLES, output.count)
-        for words, chosen in (("least", order[::-1][:count]), ("most", order[:count])):
+        ends = [("Least certain", order[::-1][:count]), ("Most certain", order[:count])]
+        for title, chosen in ends if output.count > 1 else [("The only held-out example", order)]:
             level = "h4" if several else "h3"
-            title = f"{words.capitalize()} certain"
-            caption = f"{title} predictions of {output.name}"
+            caption = f"{title}: predictions of {output.name}"
             shown = [i for i in chosen.tolist() if int(output.arrays["rows"][i]) in images]
             parts.append(f"<{level}>{title}</{level}>")
             parts.append(faces(output, shown, images) if shown else example_rows(output, chosen.tolist(), caption))
@@ -198,7 +215,7 @@ def example_rows(output: Output, chosen: Iterable[int], caption: str) -> str:
         shown = escape(truth)
         if missed:
             shown += f' <span class="miss">({"outside" if output.numeric else "wrong"})</span>'
-        cells = [escape(str(output.examples.get(index, {}).get(name, ""))) for name in columns]
+        cells = [escape(cell(str(output.examples.get(index, {}).get(name, "")))) for name in columns]
         called = int(output.arrays["rows"][index])
         rows.append((f"{called}", escape(predicted), escape(uncertain), shown, *cells))
     return table(caption, (*heads, *map(escape, columns)), rows, kind="rows", hidden=True)

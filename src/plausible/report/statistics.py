@@ -7,6 +7,7 @@ probability integral transform is uniform, uncertainty and error are unrelated.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ class Test(NamedTuple):
     def supported(self) -> bool:
         """Whether chance is an unlikely explanation."""
         return self.p < SUPPORT
+
+    def among(self, tests: int) -> Test:
+        """One of several tests behind one verdict, any of which may decide it: p·tests (Bonferroni)."""
+        return Test(min(1.0, tests * self.p), self.direction)
 
 
 def wilson(share: float, count: int, z: float = 1.6449) -> tuple[float, float]:
@@ -57,6 +62,12 @@ def hits(probabilities: np.ndarray, count: int) -> Test:
     return Test(min(1.0, 2 * min(below, above)), 1 if count > expected else -1)
 
 
+def powerless(probabilities: np.ndarray, direction: int, tests: int = 1) -> bool:
+    """Whether `hits` can call no count on one side: even all hits (or none) have 2 ∏ p_i (or 2 ∏ (1 − p_i)) ≥ SUPPORT."""
+    p = np.asarray(probabilities, dtype=np.float64)
+    return 2 * tests * float(np.prod(p if direction > 0 else 1 - p)) >= SUPPORT
+
+
 def normal(z: float) -> Test:
     """The two-sided test of a standard normal z."""
     return Test(math.erfc(abs(z) / math.sqrt(2)), 1 if z > 0 else -1)
@@ -71,6 +82,44 @@ def uniform(values: np.ndarray) -> Test:
     terms = np.arange(1, 101)
     p = 1.0 if reach < 0.2 else 2 * float(((-1.0) ** (terms - 1) * np.exp(-2 * (terms * reach) ** 2)).sum())
     return Test(min(1.0, max(0.0, p)), 1 if ordered.mean() > 0.5 else -1)
+
+
+def spread(values: np.ndarray) -> Test:
+    """S = Σ_i (2u_i − 1)² of values u [N] against its law for uniform u_i; +1 where they lie further from ½ than that.
+
+    With the cumulants K(t) = log ∫₀¹ exp(t v²) dv of one term and the saddlepoint K'(t) = S/N, the tail beyond S is
+    Φ(−|r|) + φ(r) (1/|q| − 1/|r|), r = √(2N (t K' − K)), q = t √(N K''): Lugannani & Rice (1980). Tails of 0.05 to
+    10 % come out within 4 % of themselves from N = 5 on, 12 % below. Where |t| > 2,000 the tail at that bound, which is
+    larger, is taken.
+    """
+    count = len(values)
+    found = float(((2 * np.clip(np.asarray(values, dtype=np.float64), 0, 1) - 1) ** 2).mean())
+    squares, weights = _quadrature()
+
+    def cumulants(t: float) -> tuple[float, float, float]:
+        tilted = weights * np.exp(t * squares - max(t, 0.0))
+        total = float(tilted.sum())
+        mean = float((tilted * squares).sum()) / total
+        return math.log(total) + max(t, 0.0), mean, float((tilted * (squares - mean) ** 2).sum()) / total
+
+    low, high = -2000.0, 2000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cumulants(middle)[1] < found else (low, middle)
+    log_moment, mean, variance = cumulants(low)
+    r = math.sqrt(2 * count * max(0.0, low * mean - log_moment))
+    if r < 1e-3:
+        return Test(1.0, 1 if low > 0 else -1)
+    q = abs(low) * math.sqrt(count * variance)
+    tail = math.erfc(r / math.sqrt(2)) / 2 + math.exp(-r * r / 2) / math.sqrt(2 * math.pi) * (1 / q - 1 / r)
+    return Test(min(1.0, max(0.0, 2 * min(tail, 1 - tail))), 1 if low > 0 else -1)
+
+
+@cache
+def _quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """v² and weights of 128 Gauss–Legendre nodes v in [0, 1]."""
+    nodes, weights = np.polynomial.legendre.leggauss(128)
+    return ((nodes + 1) / 2) ** 2, weights / 2
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -89,11 +138,26 @@ def association(first: np.ndarray, second: np.ndarray) -> tuple[float, Test] | N
 
 
 def improvement(losses: np.ndarray, baseline: np.ndarray) -> Test:
-    """The paired test of mean(baseline − losses) = 0, losses [N] each: +1 where they are below the baseline."""
+    """The paired t-test of mean(baseline − losses) = 0, losses [N] each: +1 where they are below the baseline.
+
+    t with ν = N − 1 becomes normal by z = √(ν log(1 + t²/ν)) (8ν + 1)/(8ν + 3) (Wallace 1959). Gains that are all the
+    same have no spread, and are judged by their signs.
+    """
     gains = np.asarray(baseline, dtype=np.float64) - losses
     if len(gains) < 2 or not gains.std():
-        return Test(1.0 if not gains.any() else 0.0, int(np.sign(gains.mean())) or 1)
-    return normal(float(gains.mean() / (gains.std(ddof=1) / math.sqrt(len(gains)))))
+        return signs(losses, baseline)
+    free = len(gains) - 1
+    t = float(gains.mean() / (gains.std(ddof=1) / math.sqrt(len(gains))))
+    return normal(math.copysign(math.sqrt(free * math.log1p(t * t / free)) * (8 * free + 1) / (8 * free + 3), t))
+
+
+def signs(losses: np.ndarray, baseline: np.ndarray) -> Test:
+    """The sign test: Binomial(n, ½) rows have the smaller loss, of the n rows whose losses differ; +1 where they are more.
+
+    Unlike a mean of squares it is not ruled by the few largest ones.
+    """
+    gains = np.asarray(baseline, dtype=np.float64) - losses
+    return hits(np.full(int((gains != 0).sum()), 0.5), int((gains > 0).sum()))
 
 
 def chance_ece(confidence: np.ndarray, bins: int = 15, level: float = 0.99, rounds: int = 1000, seed: int = 0) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,18 +52,35 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{text}\u00a0%"
 
 
-def label(key: str) -> str:
-    """The words for a score."""
+def plural(count: int, noun: str = "row") -> str:
+    """`1 row`, `1,234 rows`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+_FRACTION = re.compile(r"[+-]?0*((?:\d+\.\d*|\.\d+|\d+(?=[eE])))(?:[eE][+-]?\d+)?")
+
+
+def cell(text: str, digits: int = 6) -> str:
+    """The cell of a table as it is, but a number with a fraction to six digits; whole numbers may be names and stay."""
+    found = _FRACTION.fullmatch(text.strip())
+    if found is None or len(found[1].replace(".", "").lstrip("0")) <= digits:
+        return text
+    return f"{float(text):.{digits}g}"
+
+
+def label(key: str, kind_of_target: str = "") -> str:
+    """The words for a score; the intervals of counts are whole numbers, both ends included."""
     kind, _, level = key.rpartition("_")
-    words = {"coverage": f"inside the {level} % interval", "width": f"mean width of the {level} % interval"}
+    ends = ", both ends included" if kind_of_target == "counts" else ""
+    words = {"coverage": f"inside the {level} % interval{ends}", "width": f"mean width of the {level} % interval"}
     return words.get(kind) or LABELS.get(key) or key.replace("_", " ")
 
 
-def better(key: str) -> str:
+def better(key: str, kind_of_target: str = "") -> str:
     """Which way a score should point."""
     kind, _, level = key.rpartition("_")
     if kind == "coverage":
-        return f"near {level} %"
+        return f"{level} % or a little more" if kind_of_target == "counts" else f"near {level} %"
     return "higher" if key in HIGHER else "lower"
 
 
