@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -272,7 +273,8 @@ def test_recurrent_members_equal_looped_ones(
     x, _ = _data()
     method, net = pl.Ensemble(pl.MAP(epochs=3, batch_size=8, lr=0.01), members=3), Recurrent(kind)
     stacked = pl.fit(net, _data(), method, **QUIET)
-    assert any("one after the other" in r.getMessage() for r in caplog.records)
+    if "torch._dynamo" not in sys.modules:  # the compiler, once imported, brings rules for recurrent layers along
+        assert any("one after the other" in r.getMessage() for r in caplog.records)
     monkeypatch.setattr(pl.Ensemble, "step", lambda self, *rest: self.looped_step(*rest))
     looped = pl.fit(net, _data(), method, **QUIET)
     torch.testing.assert_close(stacked.functions(x), looped.functions(x), rtol=1e-3, atol=1e-4)
