@@ -249,7 +249,9 @@ class Model:
             if not outputs.requires_grad:
                 continue
             with torch.enable_grad():
-                along = (outputs * direction).sum()  # grad_outputs= would import a library of symbols, half a second of it
+                along = (
+                    outputs * direction
+                ).sum()  # grad_outputs= would import a library of symbols, half a second of it
             grads = torch.autograd.grad(along, [near[n] for n in missing], allow_unused=True)
             found |= {n for n, g in zip(missing, grads) if g is not None and bool((g != 0).any())}
             if len(found) == len(names):
