@@ -210,8 +210,8 @@ class Model:
         try:
             with torch.no_grad():
                 one = self.outputs({**self.initial, **self.buffers}, take(example.x, [0]))
-        except Exception:  # what one row alone does to a network is judged where it happens
-            return
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return  # what one row alone does to a network is judged where it happens
         if one.shape != (1, *outputs.shape[1:]):
             raise ValueError(
                 f"network gives outputs of shape {tuple(one.shape)} for one example and {tuple(outputs.shape)} for "

@@ -2,7 +2,8 @@
 
 VI: Graves 2011, PBP: Hernández-Lobato and Adams 2015, both as printed there; MC dropout: Gal and Ghahramani 2016, and tuned by
 Mukhoti et al. 2018; deep ensembles: Lakshminarayanan et al. 2017, whose ± are standard deviations over the splits and are
-divided by √20 here; DVI: Wu et al. 2019; HMC: Bui et al. 2016.
+divided by √20 here; DVI: Wu et al. 2019; HMC: Bui et al. 2016, quoted from
+memory and not checked against its source.
 """
 
 from __future__ import annotations

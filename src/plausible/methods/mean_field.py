@@ -109,9 +109,11 @@ class MeanField(Method):
             raise ValueError(
                 "MeanField: empirical_bayes replaces the scales of centred Gaussian priors, and this prior is another"
             )
+        means = select(model.initial, model.random)
+        if self.estimator == "weights":
+            return model.with_prepared(dict.fromkeys(means, self.estimator))
         example = next(iter(data.chunks(2)))
         fixed = {**select(model.initial, model.points), **model.buffers}
-        means = select(model.initial, model.random)
         ways = survey(lambda drawn: model.outputs({**fixed, **drawn}, example.x), means, self.estimator)
         return model.with_prepared(ways)
 
