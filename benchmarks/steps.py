@@ -55,22 +55,31 @@ def plain_loop(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> Callable[[],
     return run
 
 
-def ours(net: nn.Module, x: Tensor, y: Tensor, steps: int, mode: Mode, members: int | None = None) -> Callable[[], int]:
-    """The engine's own stepper in the given mode."""
+def ours(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    mode: Mode,
+    members: int | None = None,
+    single: pl.Method | None = None,
+    prior: pl.priors.Prior | None = None,
+) -> Callable[[], int]:
+    """The engine's own stepper in the given mode, of MAP or of the method given."""
     data = as_data((x, y), dtype=torch.float32, device=x.device)
     likelihood = pl.likelihoods.Categorical() if y.ndim == 1 else pl.likelihoods.Gaussian(scale=1.0)
     model = pl.Model.build(
         net,
         likelihood,
-        pl.priors.Gaussian(),
+        prior or pl.priors.Gaussian(),
         data.rows(torch.arange(8, device=x.device)),
         num_data=len(x),
         device=x.device,
     )
-    single = pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
+    single = single or pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
     method = single if members is None else pl.Ensemble(single, members=members)
     plan = method.plan(len(x))
-    model = model.for_run(num_data=len(x), steps=plan.steps, seed=0)
+    model = method.prepare(model.for_run(num_data=len(x), steps=plan.steps, seed=0), data)
     source = Source(data, plan, seed=0, members=members)
     stepper, used = make(mode, method.step, model, method.start(model, random.key(0, device=x.device)), source)
     if used != mode:

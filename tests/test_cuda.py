@@ -14,6 +14,8 @@ from plausible import random
 from plausible.data import as_data
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Eager
+from plausible.schedules import Cosine
+from plausible.testing import LinearGaussian
 from plausible.weights import clone, tensors
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -101,3 +103,39 @@ def test_mixed_precision_and_moving() -> None:
     there = full.to("cpu")
     assert there.predict(x).mean.device.type == "cpu"
     torch.testing.assert_close(there.predict(x).mean, full.predict(x).mean.cpu(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["weights", "local", "flipout"])
+@pytest.mark.parametrize("compiled", ["auto", True], ids=["captured", "compiled"])
+def test_mean_field_reaches_its_optimum_on_the_gpu(estimator: str, compiled: Any) -> None:
+    problem = LinearGaussian()
+    method = pl.MeanField(
+        epochs=800, batch_size=None, lr=Cosine(0.05), samples=4, estimator=estimator, initial_scale=0.1
+    )  # type: ignore[arg-type]
+    posterior = problem.fit(method, device="cuda", compile=compiled)
+    assert "captured" in posterior.run["mode"]
+    mean, covariance = problem.posterior()
+    exact = torch.linalg.inv(covariance).diagonal().rsqrt()
+    found = posterior.means["weight"].flatten().double().cpu()
+    torch.testing.assert_close(found, mean, rtol=0, atol=0.15 * float(exact.max()))
+    torch.testing.assert_close(posterior.scales["weight"].flatten().double().cpu(), exact, rtol=0.16, atol=0)
+
+
+def test_more_draws_begin_with_the_same_ones_on_the_gpu() -> None:
+    posterior = LinearGaussian().fit(pl.MeanField(epochs=5), device="cuda")
+    x = torch.randn(7, 3)
+    many = posterior.functions(x, 37)
+    for count in (1, 3, 10, 11, 25):
+        torch.testing.assert_close(posterior.functions(x, count), many[:count])
+    assert len({float(f.sum()) for f in many}) == 37
+
+
+def test_a_sweep_runs_as_one_captured_program() -> None:
+    x, y, _ = (part.float() for part in LinearGaussian().data())
+    found = pl.sweep(
+        LinearGaussian().network(), (x, y), pl.MeanField(epochs=300, batch_size=None),
+        {"lr": [0.02, 0.01], "prior.scale": [0.5, 1.5]}, (x, y), likelihood=pl.likelihoods.Gaussian(scale=0.5),
+        device="cuda", compile=True, precision="tf32", progress=False,
+    )  # fmt: skip
+    assert [group["mode"] for group in found.groups] == ["compiled+captured"]
+    assert all(row["scores"]["rmse"] < 0.7 for row in found.rows)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible import priors, random
 from plausible.data import Batch, as_data
-from plausible.methods.mean_field import inverse_softplus
 from plausible.schedules import Cosine, Linear
 from plausible.testing import LinearGaussian
-from plausible.variational import blundell, entropy, expected_log_prior
+from plausible.variational import blundell, entropy, expected_log_prior, inverse_softplus
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 N = 24
@@ -176,6 +175,113 @@ def test_the_optimum_of_a_conjugate_model(estimator: Any) -> None:
     torch.testing.assert_close(scales, exact.double(), rtol=0.08 if estimator == "local" else 0.16, atol=0)
 
 
+def _gradients(method: pl.MeanField, model: pl.Model, state: Any, batch: Batch, count: int = 30) -> Tensor:
+    """The moves of μ and ρ by single steps of plain SGD with rate 1, at `count` draws of the noise: [count, weights]."""
+    moves = []
+    for step in range(count):
+        before = {name: value.clone() for name, value in (state.weights | state.rhos).items()}
+        fresh = state._replace(
+            weights={n: w.clone() for n, w in state.weights.items()}, rhos={n: r.clone() for n, r in state.rhos.items()},
+            step=torch.tensor(step), optimiser=method.optimiser.init({"w": torch.zeros(1)}),
+        )  # fmt: skip
+        after = method.step(model, fresh, batch)[0]
+        moved = [after.weights[n] - before[n] for n in state.weights]
+        moved += [after.rhos[n] - state.rhos[n] for n in state.rhos]
+        moves.append(torch.cat([move.flatten() for move in moved]))
+    return torch.stack(moves)
+
+
+def test_the_landing_has_no_variance_where_q_is_exact() -> None:
+    """One weight, so that q can be the posterior: log p(D, w) − log q(w) is then constant in w."""
+    x, y = torch.randn(N, 1).double(), torch.randn(N, 1).double()
+    data = as_data((x, y), dtype=torch.float64, device="cpu")
+    precision = float((x.square().sum() / 0.25) + 1)
+    settings: dict[str, Any] = {"estimator": "weights", "lr": 1.0, "optimiser": pl.optimisers.SGD(momentum=0.0)}
+    spreads = {}
+    for landing in (True, False):
+        method = pl.MeanField(landing=landing, **settings)
+        model = pl.Model.build(
+            nn.Linear(1, 1, bias=False).double(), pl.likelihoods.Gaussian(scale=0.5), priors.Gaussian(), data.all(), num_data=N
+        )  # fmt: skip
+        model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), data)
+        state = method.start(model, random.key(0))
+        mean = (x * y).sum() / 0.25 / precision
+        state = state._replace(
+            weights={"weight": mean.reshape(1, 1)},
+            rhos={"weight": inverse_softplus(torch.full((1, 1), precision**-0.5, dtype=torch.float64))},
+        )
+        spreads[landing] = _gradients(method, model, state, data.all()).std(0).max()
+    assert float(spreads[True]) < 1e-9
+    assert float(spreads[False]) > 1e-2
+
+
+def test_the_landing_is_unbiased() -> None:
+    settings: dict[str, Any] = {"estimator": "weights", "lr": 1.0, "optimiser": pl.optimisers.SGD(momentum=0.0)}
+    found = {}
+    for landing in (True, False):
+        torch.manual_seed(0)  # the same network
+        method = pl.MeanField(landing=landing, initial_scale=0.4, **settings)
+        model, state, batch = _built(priors.Gaussian(0.7), method)
+        found[landing] = _gradients(method, model, state, batch, 500)
+    error = (found[True].var(0) + found[False].var(0)).div(500).sqrt()
+    assert bool(((found[True].mean(0) - found[False].mean(0)).abs() < 4.5 * error).all())
+
+
+def test_a_shared_prior_takes_its_best_mean_and_scale() -> None:
+    method = pl.MeanField(empirical_bayes="shared", initial_scale=0.3, estimator="weights")
+    model, state, batch = _built(priors.Gaussian(), method)
+    _, info = method.step(model, state, batch)
+    means = torch.cat([w.flatten() for w in model.initial.values()])
+    best = math.inf
+    for centre in torch.linspace(-1, 1, 81).tolist():
+        for scale in torch.linspace(0.1, 2, 96).tolist():
+            prior = priors.Gaussian(scale, loc=centre)
+            spread = torch.full_like(means, 0.3)
+            kl = -entropy({"w": spread}) - prior.expectation("w", means, spread)
+            best = min(best, float(kl))
+    assert float(info["kl"]) == pytest.approx(best, abs=2e-3)
+    assert float(info["kl"]) <= best + 1e-12
+
+
+def test_samples_in_one_pass_equal_samples_one_after_the_other() -> None:
+    settings: dict[str, Any] = {"samples": 3, "initial_scale": 0.3}
+    for estimator in ("weights", "local", "flipout"):
+        for prior in (priors.Gaussian(), priors.ScaleMixture()):
+            method = pl.MeanField(estimator=estimator, **settings)  # type: ignore[arg-type]
+            model, state, batch = _built(prior, method)
+            assert model.prepared.stacked
+            looped = model.with_prepared(model.prepared._replace(stacked=False))
+            one, info = method.step(model, state, batch)
+            other, expected = method.step(looped, method.start(model, random.key(0)), batch)
+            torch.testing.assert_close(info, expected)
+            torch.testing.assert_close(one.weights, other.weights)
+            torch.testing.assert_close(one.rhos, other.rhos)
+
+
+def test_recurrent_networks_take_their_samples_one_by_one() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(self.inner(x)[0][:, -1])
+
+    x = torch.randn(20, 5, 3)
+    posterior = pl.fit(Last(), (x, x[:, -1, :1]), pl.MeanField(epochs=2, samples=2), **QUIET)
+    assert posterior.predict(x, draws=3).mean.shape == (20, 1)
+
+
+def test_later_runs_start_at_the_means() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    first = pl.fit(net, _data(), pl.MeanField(epochs=5), where="3.*", **QUIET)
+    later = pl.fit(net, _data(), pl.MAP(epochs=1, lr=1e-12), init=first, **QUIET)
+    torch.testing.assert_close(later.weights()["3.weight"][0], first.means["3.weight"], rtol=0, atol=1e-8)
+    torch.testing.assert_close(later.weights()["0.weight"][0], first.points["0.weight"], rtol=0, atol=1e-8)
+    several = pl.fit(net, _data(), pl.Ensemble(pl.MAP(epochs=1, lr=1e-12), members=3), init=first, **QUIET)
+    assert len({float(w.sum()) for w in several.weights()["3.weight"]}) == 3
+
+
 def test_empirical_bayes_takes_the_best_scale_of_the_prior() -> None:
     """Its KL is the smallest over all scales of a centred Gaussian prior, tensor by tensor."""
     method = pl.MeanField(empirical_bayes=True, initial_scale=0.2)
@@ -191,7 +297,7 @@ def test_empirical_bayes_takes_the_best_scale_of_the_prior() -> None:
         ]
         best += min(values)
     assert found == pytest.approx(best, rel=1e-4)
-    with pytest.raises(ValueError, match="empirical_bayes replaces the scales of centred Gaussian priors"):
+    with pytest.raises(ValueError, match="empirical_bayes fits the scales of centred Gaussian priors"):
         pl.fit(nn.Linear(3, 1), _data(), pl.MeanField(epochs=1, empirical_bayes=True), prior=priors.Laplace(), **QUIET)
 
 
@@ -288,6 +394,9 @@ def test_members_of_an_ensemble_are_a_mixture() -> None:
         ({"samples": 0}, "samples"),
         ({"samples": 3, "antithetic": True}, "even number of samples"),
         ({"initial_scale": 0.0}, "initial_scale"),
+        ({"landing": True}, "estimator='weights'"),
+        ({"landing": True, "estimator": "weights", "empirical_bayes": True}, "closed form"),
+        ({"empirical_bayes": "both"}, "empirical_bayes must be"),
         ({"relative_scale": -0.1}, "relative_scale"),
         ({"epochs": 0}, "epochs"),
         ({"lr": -1.0}, "lr|rate|value"),
@@ -298,3 +407,71 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
         pl.MeanField(**settings)
     with pytest.raises(TypeError, match="optimiser"):
         pl.MeanField(optimiser="adam")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What went wrong once
+
+
+class _Everywhere(nn.Module):
+    """y = mean_t(x_t)·w: one weight that acts at every place of an example."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer: nn.Module = nn.Conv1d(2, 1, 1, bias=False) if kind == "conv" else nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.Linear):
+            return self.layer(x.transpose(1, 2)).mean(1)
+        return self.layer(x).mean(-1)
+
+
+@pytest.mark.parametrize("kind", ["conv", "sequence"])
+def test_a_weight_that_acts_at_several_places_has_one_draw_for_all(kind: str) -> None:
+    """With noise of its own at every place an average would lose it: scales three times too wide, and no bound."""
+    x = torch.randn(30, 2, 1) + 0.3 * torch.randn(30, 2, 16)
+    y = x.mean(-1) @ torch.tensor([[1.0], [-0.5]]) + torch.randn(30, 1)
+    method = pl.MeanField(epochs=500, batch_size=None, lr=Cosine(0.05), samples=4, initial_scale=0.1)
+    posterior = pl.fit(_Everywhere(kind), (x, y), method, likelihood=pl.likelihoods.Gaussian(scale=1.0), **QUIET)
+    assert set(posterior.ways.values()) == {"flipout"}
+    inputs = x.mean(-1)
+    exact = (inputs.square().sum(0) + 1).rsqrt()
+    torch.testing.assert_close(posterior.scales["layer.weight"].flatten(), exact, rtol=0.25, atol=0)
+
+
+def test_blundells_weights_follow_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short last batch does not change how many batches an epoch has."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from plausible.methods import mean_field
+
+    seen = []
+    real = mean_field.kl_weight
+    monkeypatch.setattr(mean_field, "kl_weight", lambda *a: seen.append(float(real(*a))) or real(*a))
+    loader = DataLoader(TensorDataset(*_data()), batch_size=10)  # 10, 10, 4
+    pl.fit(nn.Linear(3, 1), loader, pl.MeanField(epochs=2, kl_weights="blundell"), **QUIET)
+    assert seen == pytest.approx([3 * w / 7 for w in (4, 2, 1)] * 2)
+
+
+def test_members_have_no_evidence_of_their_own() -> None:
+    """History is the mean over members."""
+    posterior = pl.fit(nn.Linear(3, 1), _data(), pl.Ensemble(pl.MeanField(epochs=3), members=2), **QUIET)
+    assert [part.log_evidence for part in posterior.parts] == [None, None]
+    assert pl.fit(nn.Linear(3, 1), _data(), pl.MeanField(epochs=3), **QUIET).log_evidence is not None
+
+
+def test_the_noise_and_flat_weights_keep_their_prior() -> None:
+    prior = priors.Patterns({"bias": priors.Flat(), "*": priors.Gaussian(1.0)})
+    method = pl.MeanField(empirical_bayes="shared", initial_scale=0.3)
+    data = as_data(_data(), dtype=torch.float32, device=torch.device("cpu"))
+    model = pl.Model.build(nn.Linear(3, 1), pl.likelihoods.Gaussian(), prior, data.all(), num_data=N)
+    model = method.prepare(model.for_run(num_data=N, steps=1, seed=0), data)
+    means = dict(model.initial)
+    scales = {name: torch.full_like(mean, 0.3) for name, mean in means.items()}
+    found, _ = method._closed(model, means, scales)
+    weight = means["weight"]
+    s2 = float((weight - weight.mean()).square().mean() + 0.09)
+    expected = -entropy(scales) + 0.5 * 3 * math.log(2 * math.pi * math.e * s2)
+    noise = "likelihood.log_scale"
+    expected = expected - priors.Gaussian(1.0).expectation(noise, means[noise], scales[noise])
+    torch.testing.assert_close(found, expected)

@@ -10,6 +10,7 @@ import torch
 import plausible as pl
 from plausible import metrics, plots
 from plausible.report.statistics import count_range, rank_shares
+from plausible.sweeping import Sweep
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("agg")
@@ -65,6 +66,16 @@ def calls(chains):
         "rank_histogram": lambda **k: plots.rank_histogram(posterior, x[:2], **k),
         "ess_growth": lambda **k: plots.ess_growth(posterior, x[:2], **k),
         "example_images": lambda **k: plots.example_images(torch.rand(80, 4, 4), classes, labels, **k),
+        "pruned_weights": lambda **k: plots.pruned_weights(posterior, posterior.prune(0.5), **k),
+        "snr": lambda **k: plots.snr(posterior, **k),
+        "sweep": lambda **k: plots.sweep(
+            Sweep(
+                [{"settings": {"lr": v, "samples": s}, "scores": {"nll": v * s}} for v in (0.1, 0.2) for s in (1, 2)]
+            ),
+            **k,
+        ),
+        "snr_cdf": lambda **k: plots.snr_cdf(posterior, **k),
+        "weight_histogram": lambda **k: plots.weight_histogram(posterior, **k),
         "example_rows": lambda **k: plots.example_rows({"a": list(range(60))}, numbers, y, **k),
     }
 

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
         likelihoods,
         methods,
         metrics,
+        optim,
         optimisers,
         plots,
         priors,
+        pruning,
         report,
         schedules,
         testing,
@@ -26,27 +28,61 @@ if TYPE_CHECKING:
     from plausible.data import Batch
     from plausible.engine import Checkpoint, DivergenceError
     from plausible.fitting import fit
-    from plausible.methods import MAP, SGLD, Ensemble, MeanField, Method
+    from plausible.methods import (
+        DVI,
+        IVON,
+        MAP,
+        MDL,
+        SGLD,
+        VOGN,
+        Ensemble,
+        Flow,
+        FullRank,
+        LowRank,
+        MatrixNormal,
+        MeanField,
+        Method,
+        MultiplicativeFlow,
+        Radial,
+        Rank1,
+        Refined,
+    )
     from plausible.model import Model
+    from plausible.monitoring import Monitor
     from plausible.posterior import Posterior
     from plausible.predictive import Predictive
     from plausible.prior_checks import prior_predictive
     from plausible.saving import load
     from plausible.sklearn import BayesianClassifier as BayesianClassifier
     from plausible.sklearn import BayesianRegressor as BayesianRegressor
+    from plausible.sweeping import sweep
 
 __all__ = [
+    "DVI",
+    "IVON",
     "MAP",
+    "MDL",
     "SGLD",
+    "VOGN",
     "Batch",
     "Checkpoint",
     "DivergenceError",
     "Ensemble",
+    "Flow",
+    "FullRank",
+    "Graves",
+    "LowRank",
+    "MatrixNormal",
     "MeanField",
     "Method",
     "Model",
+    "Monitor",
+    "MultiplicativeFlow",
     "Posterior",
     "Predictive",
+    "Radial",
+    "Rank1",
+    "Refined",
     "__version__",
     "datasets",
     "decisions",
@@ -55,12 +91,15 @@ __all__ = [
     "load",
     "methods",
     "metrics",
+    "optim",
     "optimisers",
     "plots",
     "prior_predictive",
     "priors",
+    "pruning",
     "report",
     "schedules",
+    "sweep",
     "testing",
     "uncertainty",
 ]
@@ -72,14 +111,17 @@ _HOMES = {
     "Checkpoint": "engine",
     "DivergenceError": "engine",
     "Model": "model",
+    "Monitor": "monitoring",
     "Posterior": "posterior",
     "Predictive": "predictive",
     "fit": "fitting",
     "load": "saving",
     "prior_predictive": "prior_checks",
+    "sweep": "sweeping",
 }
 _ROOMS = (
-    "compare", "datasets", "decisions", "likelihoods", "methods", "metrics", "optimisers", "plots", "priors", "report",
+    "compare", "datasets", "decisions", "likelihoods", "methods", "metrics", "moments", "optim", "optimisers", "plots",
+    "priors", "pruning", "report",
     "schedules", "testing", "uncertainty",
 )  # fmt: skip
 _EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
 
 from plausible import random, storage
 from plausible import weights as tree
-from plausible.data import num_rows
+from plausible.fresh_draws import FreshDraws
 from plausible.model import Model
-from plausible.posterior import Posterior, _check_draws, record_of
-from plausible.predictive import Draws
+from plausible.posterior import record_of
 from plausible.variational import entropy, expected_log_prior
 from plausible.weights import Weights
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted
 
-DRAWS = 100
-"""Draws that are taken where none are asked for."""
 
-
-class GaussianPosterior(Posterior):
+class GaussianPosterior(FreshDraws):
     """q(w) = Π N(w_i; μ_i, σ_i²): `means` and `scales` by name; `points` are weights and buffers that have no distribution.
 
     Draw s is a function of the seed and s, so that more draws begin with the same ones.
@@ -65,55 +60,32 @@ class GaussianPosterior(Posterior):
     # -----------------------------------------------------------------------------------------------------------------
     # Draws
 
-    def plan_draws(self, draws: int | None, seed: int) -> tuple[int, int]:
-        """How many, and the seed."""
-        return (DRAWS if draws is None else draws), seed
-
-    def count(self, plan: tuple[int, int]) -> int:
-        """How many."""
-        return plan[0]
-
     def _sampled(self, first: int, count: int, seed: int) -> Weights:
         """Draws number first … first+count−1, stacked, with the points beside them."""
-        drawn: dict[str, list[Tensor]] = {name: [] for name in self.means}
-        for number in range(first, first + count):
-            stream = random.generator(seed, 9, number)
-            for name, mean in self.means.items():
-                noise = torch.randn(mean.shape, generator=stream, dtype=mean.dtype)
-                drawn[name].append(noise)
-        stacked = {
-            name: self.means[name] + self.scales[name] * torch.stack(noise).to(self.means[name])
-            for name, noise in drawn.items()
-        }  # fmt: skip
-        return stacked | {name: value.expand(count, *value.shape) for name, value in self.points.items()}
-
-    def evaluate(self, plan: tuple[int, int], x: Any) -> Draws:
-        """All draws by vmap in chunks, or one by one where vmap has no rule."""
-        total, seed = plan
-        size = max(1, tree.num_elements(self.means) * 4)
-        chunk = max(1, min(total, 2**28 // size, 2**17 // max(1, num_rows(x))))
-        outputs, noises = [], []
-        for first in range(0, total, chunk):
-            count = min(chunk, total - first)
-            stacked = self._sampled(first, count, seed)
-            outputs.append(self._stacked_outputs(stacked, x, count))
-            noises.append(self.model.noise(stacked))
-        return Draws(torch.cat(outputs), tree.concatenate(noises))
-
-    def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
-        """Draws of the random weights, named, stacked on a leading axis."""
-        total, seed = self.plan_draws(_check_draws(draws), seed)
-        return tree.select(self._sampled(0, total, seed), self.means)
+        sizes = [mean.numel() for mean in self.means.values()]
+        widest = max(self.means.values(), key=lambda mean: torch.finfo(mean.dtype).bits)
+        noise = self._noise(first, count, seed, sum(sizes), widest)
+        drawn = {}
+        for (name, mean), part in zip(self.means.items(), noise.split_with_sizes(sizes, dim=1)):
+            drawn[name] = torch.addcmul(mean, self.scales[name], part.view(count, *mean.shape).to(mean.dtype))
+        return drawn | {name: value.expand(count, *value.shape) for name, value in self.points.items()}
 
     # -----------------------------------------------------------------------------------------------------------------
     # About q
 
     def kl(self, samples: int = 1000, seed: int = 0) -> float:
-        """KL(q ‖ p) against the prior, in nats: exact where the prior has a closed form, else over `samples` draws of the rest."""
+        """KL(q ‖ p) against the prior, in nats: exact where the prior has a closed form, else over `samples` draws of the rest.
+
+        Pruned weights are points at 0, whose divergence from a density is infinite: they are left out.
+        """
+        prior, masks = self.model.prior, self._masks
         wide = {name: mean.double() for name, mean in self.means.items()}
         scales = {name: scale.double() for name, scale in self.scales.items()}
-        closed, rest = expected_log_prior(self.model.prior, wide, scales)
-        value = -entropy(scales) - closed
+        narrow = {n: torch.where(masks[n], s, 1e-150) if n in masks else s for n, s in scales.items()}
+        closed, rest = expected_log_prior(prior, wide, narrow)
+        for name in (name for name in masks if name not in rest):  # what the points at 0 added
+            closed = closed - prior.elementwise(name, torch.zeros_like(wide[name]))[~masks[name]].sum()
+        value = -entropy(self._left(scales)) - closed
         if rest:
             stream = random.generator(seed, 11)
             parts = []
@@ -123,27 +95,19 @@ class GaussianPosterior(Posterior):
                     + scales[n] * torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n])
                     for n in rest
                 }
-                parts.append(self.model.prior.log_prob(drawn))
+                if masks:
+                    densities = {n: prior.elementwise(n, w) for n, w in drawn.items()}
+                    parts.append(torch.stack([d.sum() for d in self._left(densities).values()]).sum())
+                else:
+                    parts.append(prior.log_prob(drawn))
             value = value - torch.stack(parts).mean()
         return float(value)
 
-    def snr(self, decibels: bool = False) -> Weights:
-        """|μ|/σ of each weight, by name; in decibels 20·log₁₀(|μ|/σ)."""
-        ratios = {name: mean.abs() / self.scales[name] for name, mean in self.means.items()}
-        return {name: 20 * ratio.log10() for name, ratio in ratios.items()} if decibels else ratios
-
-    def diagnostics(self, x: Any = None) -> dict[str, Any]:  # noqa: ARG002
-        """`kl` in nats, and the quartiles of the signal-to-noise ratios; draws are independent, so there are no chains to judge."""
-        ratios = torch.cat([ratio.flatten() for ratio in self.snr().values()]).double().cpu()
-        quartiles = torch.quantile(ratios[:: -(-len(ratios) // 100_000)],
-                                   torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))  # fmt: skip
-        return {
-            "draws": None,
-            "chains": 1,
-            "divergences": 0,
-            "kl": self.kl(samples=100),
-            "snr_quartiles": quartiles.tolist(),
-        }
+    def _masked(self, masks: Weights) -> Self:
+        """With μ = σ = 0 where a weight was pruned."""
+        pruned = super()._masked(masks)
+        pruned.means, pruned.scales = pruned._kept(self.means), pruned._kept(self.scales)
+        return pruned
 
     def _status(self, name: str) -> str:
         if name in self.means:

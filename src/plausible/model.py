@@ -89,12 +89,14 @@ class Model:
         evaluated: tuple[str, ...] = (),
         radius: Tensor | None = None,
         prepared: Any = None,
+        per_epoch: int = 0,
     ):
         self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
         self.initial, self.random, self.buffers = initial, random, buffers
         self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
         self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
         self.seed, self.evaluated, self.radius, self.prepared = seed, evaluated, radius, prepared
+        self.per_epoch = per_epoch
         self.points = tuple(name for name in initial if name not in random)
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
         self._spread = how_to_call(network)
@@ -156,7 +158,7 @@ class Model:
             name: getattr(self, name)
             for name in ("network", "likelihood", "prior", "num_data", "initial", "random", "buffers", "output",
                          "output_shape", "target_ndim", "temperature", "initial_draws", "precision", "steps", "seed",
-                         "evaluated", "radius", "prepared")
+                         "evaluated", "radius", "prepared", "per_epoch")
         }  # fmt: skip
         settings.update(changes)
         return Model(**settings)
@@ -377,7 +379,16 @@ class Model:
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
         """((N/B) Σ weight_i log p(y_i | x_i, w) + log p(w)) / temperature: an unbiased estimate from a batch."""
         value = self.scaled_log_likelihood(weights, batch, train=train) + self.log_prior(weights)
-        return value if self.temperature == 1.0 else value / self.temperature
+        return self._tempered(value)
+
+    def _tempered(self, value: Tensor) -> Tensor:
+        stacked = isinstance(self.temperature, Tensor)
+        return value if not stacked and self.temperature == 1.0 else value / self.temperature
+
+    @property
+    def closed_precision(self) -> float | None:
+        """The precision of a centred Gaussian prior that `gradient` adds in closed form; None where autograd sees the prior."""
+        return None if isinstance(self.temperature, Tensor) else self.prior.precision
 
     def gradient(
         self,
@@ -398,7 +409,7 @@ class Model:
         if self.radius is not None:
             batch = with_neighbours(self, weights, batch, buffers or {}, self.radius, train=train)
         factor = scale / self.temperature
-        precision = self.prior.precision
+        precision = self.closed_precision
 
         def objective(w: Weights, part: Batch, buffered: Weights) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
             moving = {name: b.clone() for name, b in buffered.items()}
@@ -419,7 +430,7 @@ class Model:
                     grads = {n: g + l2 * weights[n] for n, g in grads.items()}
                     l2 = 0.0
         value = total + prior
-        return Joint(value if self.temperature == 1.0 else value / self.temperature, total, prior, grads, moved, l2)
+        return Joint(self._tempered(value), total, prior, grads, moved, l2)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model → Model
@@ -429,6 +440,13 @@ class Model:
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
         return self._replace(temperature=self.temperature * temperature)
+
+    def with_settings(self, prior: Prior | None = None, temperature: Any = None) -> Model:
+        """The model with another prior or another temperature, whose numbers may be 0-d tensors where settings are stacked."""
+        return self._replace(
+            prior=self.prior if prior is None else prior,
+            temperature=self.temperature if temperature is None else temperature,
+        )
 
     def attacked(self, radius: Tensor) -> Model:
         """The model whose gradients also see each example moved by `radius` to where it is least likely."""
@@ -457,9 +475,9 @@ class Model:
             radius=None if self.radius is None else self.radius.to(device),
         )  # fmt: skip
 
-    def for_run(self, *, num_data: int, steps: int, seed: int) -> Model:
-        """The model of one run: its number of data (a part may be held out), of steps (for schedules), and its seed."""
-        return self._replace(num_data=num_data, steps=steps, seed=seed)
+    def for_run(self, *, num_data: int, steps: int, seed: int, per_epoch: int = 0) -> Model:
+        """The model of one run: its number of data (a part may be held out), of steps (also in an epoch), and its seed."""
+        return self._replace(num_data=num_data, steps=steps, seed=seed, per_epoch=per_epoch)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Starting points

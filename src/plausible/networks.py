@@ -159,7 +159,9 @@ def how_to_call(network: nn.Module) -> Callable[[Any], tuple[tuple[Any, ...], di
     return spread
 
 
-def choose(weights: Weights, where: Where, last: Sequence[str]) -> tuple[str, ...]:
+def choose(
+    weights: Weights, where: Where, last: Sequence[str], none: str = "makes no weight of the network random"
+) -> tuple[str, ...]:
     """The names that `where` makes random: None all, "last" those of the last layer that ran, patterns, or a predicate."""
     names = ", ".join(weights)
     if where is None or (isinstance(where, str) and where == "all"):
@@ -178,7 +180,7 @@ def choose(weights: Weights, where: Where, last: Sequence[str]) -> tuple[str, ..
                 raise ValueError(f"where={pattern!r} matches no weight; the names are {names}")
         chosen = [n for n in weights if any(fnmatchcase(n, pattern) for pattern in patterns)]
     if not any(not n.startswith("likelihood.") for n in chosen):
-        raise ValueError(f"where={where!r} makes no weight of the network random; the names are {names}")
+        raise ValueError(f"where={where!r} {none}; the names are {names}")
     return tuple(chosen)
 
 

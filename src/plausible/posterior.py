@@ -6,11 +6,12 @@ nothing else: stored draws, and mixtures of posteriors.
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from plausible import weights as tree
 from plausible.data import as_inputs, num_rows, take
 from plausible.likelihoods import Likelihood
 from plausible.model import Model
+from plausible.networks import Where
 from plausible.predictive import Draws, Predictive
 from plausible.serialise import Opaque
 from plausible.storage import DrawStore, MemoryDraws
@@ -37,12 +39,14 @@ Result = TypeVar("Result")
 class Posterior(ABC):
     """p(w | D), or what a method made of it: draws of f(x), of weights, and predictions, all with a seed.
 
-    `history` holds the mean of each logged term per epoch, `log_evidence` an estimate of log p(D) where the method has one.
+    `history` holds the mean of each logged term per epoch, `log_evidence` an estimate of log p(D) where the method has one: given
+    the weights trained as points, where there are some, and under the prior that was fitted, where a method fits it.
     """
 
     kind: ClassVar[str] = ""
     log_evidence: float | None = None
     _stackable = True
+    _masks: Weights = {}  # noqa: RUF012  replaced, never written to
 
     def __init__(self, method: Any, model: Model, run: Mapping[str, Any]):
         self.method, self.model = method, model
@@ -51,7 +55,7 @@ class Posterior(ABC):
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
-        if cls.kind:
+        if cls.__dict__.get("kind"):  # its own, not one that it inherits
             kinds[cls.kind] = cls
 
     @property
@@ -63,6 +67,14 @@ class Posterior(ABC):
     def device(self) -> torch.device:
         """Where the weights live."""
         return next(iter(self.model.initial.values())).device
+
+    @property
+    def masks(self) -> Weights:
+        """Of a pruned posterior: True where a weight was kept, by name, shaped like the weight; empty if nothing was pruned.
+
+        Where there are several chains or parts, each is pruned by itself, and they are stacked on a leading axis.
+        """
+        return self._masks
 
     @property
     def interrupted(self) -> bool:
@@ -100,6 +112,10 @@ class Posterior(ABC):
     @abstractmethod
     def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> Posterior:
         """The inverse of `_write`."""
+
+    def starting_points(self, members: int) -> Weights:  # noqa: ARG002
+        """Weights (points and buffers among them) at which `members` later runs can start, on a leading axis."""
+        return self.weights()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Functions and predictions
@@ -177,6 +193,40 @@ class Posterior(ABC):
             )
 
     # -----------------------------------------------------------------------------------------------------------------
+    # Pruning
+
+    def prune(
+        self,
+        fraction: float | None = None,
+        *,
+        threshold: float | None = None,
+        by: Literal["snr", "magnitude", "log_alpha"] = "snr",
+        where: Where = None,
+        per_layer: bool = False,
+    ) -> Self:
+        """The same posterior with the least useful weights at exactly 0 in every draw; see `plausible.pruning.prune`."""
+        from plausible.pruning import prune
+
+        return prune(self, fraction, threshold=threshold, by=by, where=where, per_layer=per_layer)
+
+    def _networks(self) -> list[tuple[Weights, Weights | None]]:
+        """Means and scales (None: there are none) of the random weights of each network: one, or one for each chain.
+
+        A kind that says them can be pruned, and its draws must then be 0 where `_masks` is False.
+        """
+        raise TypeError(f"a {type(self).__name__} has no means and scales of weights, so it cannot be pruned")
+
+    def _masked(self, masks: Weights) -> Self:
+        """The same posterior with these masks; a bound on the evidence no longer holds for it."""
+        pruned = copy.copy(self)
+        pruned._masks, pruned.log_evidence = masks, None
+        return pruned
+
+    def _kept(self, weights: Weights) -> Weights:
+        """Weights, or draws of them on a leading axis, with 0 where a weight was pruned."""
+        return {n: torch.where(self._masks[n], w, 0.0) if n in self._masks else w for n, w in weights.items()}
+
+    # -----------------------------------------------------------------------------------------------------------------
     # About the posterior
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:  # noqa: ARG002
@@ -189,15 +239,16 @@ class Posterior(ABC):
 
     def summary(self) -> str:
         """What was inferred, weight by weight."""
-        model = self.model
+        model, masks = self.model, self.masks
         rows = []
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
         for name, weight in named.items():
-            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", self._status(name)))
+            status = self._status(name) + _sparsity([masks[name]] if name in masks else [])
+            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", status))
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         body = "\n".join(f"  {n:<{wide[0]}}  {s:<{wide[1]}}  {status}" for n, s, status in rows)
         head = f"{self._method_name} posterior, {type(model.likelihood).__name__} likelihood"
-        return f"{head}, {model.num_data:,} examples\n{body}"
+        return f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}\n{body}"
 
     def _status(self, name: str) -> str:
         model = self.model
@@ -217,8 +268,12 @@ class Posterior(ABC):
         from plausible.fitting import choose_device
 
         target = choose_device(self.model.network, device)
-        moved = self._moved(self.model.to(target), target)
-        moved.log_evidence = self.log_evidence
+        return self._placed(self.model.to(target), target)
+
+    def _placed(self, model: Model, device: torch.device) -> Posterior:
+        """`_moved`, with what every kind has."""
+        moved = self._moved(model, device)
+        moved.log_evidence, moved._masks = self.log_evidence, tree.to(self._masks, device)
         return moved
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -236,6 +291,12 @@ def _running(network: Callable[[], Result]) -> Result:
         raise
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise ValueError(f"the network could not be run on x: {type(error).__name__}: {error}") from error
+
+
+def _sparsity(masks: Sequence[Tensor]) -> str:
+    """`, 75.0 % of 1,200 weights pruned` for these masks; nothing where there are none."""
+    total, kept = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+    return f", {100 * (1 - kept / total):.1f} % of {total:,} weights pruned" if total else ""
 
 
 def _check_draws(draws: int | None) -> int | None:
@@ -323,6 +384,20 @@ class DrawsPosterior(Posterior):
         chains = values.reshape(total, self.chains, -1).transpose(0, 1)  # [chains, draws, quantities]
         return report | diagnostics.summarise(chains)
 
+    def _networks(self) -> list[tuple[Weights, Weights | None]]:
+        """Those of each chain over its draws; no scales where a chain has one draw."""
+        from plausible.pruning import chain_moments
+
+        return chain_moments(self.store, self.model.random, self.chains)
+
+    def _masked(self, masks: Weights) -> Self:
+        """With a store whose draws are 0 where a weight was pruned."""
+        from plausible.pruning import pruned_store
+
+        pruned = super()._masked(masks)
+        pruned.store = pruned_store(self.store, masks, self.chains)
+        return pruned
+
     def _moved(self, model: Model, device: torch.device) -> DrawsPosterior:
         store = MemoryDraws(tree.to(self.store.stacked, device)) if isinstance(self.store, MemoryDraws) else self.store
         return DrawsPosterior(self.method, model, {**self.run, "history": self.history}, store, self.chains)
@@ -372,6 +447,10 @@ class MixturePosterior(Posterior):
         found = [part.evaluate(own, x) for part, own in plan]
         return Draws(torch.cat([f.outputs for f in found]), tree.concatenate([dict(f.weights) for f in found]))
 
+    def starting_points(self, members: int) -> Weights:  # noqa: ARG002
+        """One of each part."""
+        return tree.concatenate([tree.index(part.starting_points(1), slice(-1, None)) for part in self.parts])
+
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         """The parts' weights, joined."""
         _check_draws(draws)
@@ -382,25 +461,29 @@ class MixturePosterior(Posterior):
                 found.append(part.weights(share, seed + k))
         return tree.concatenate(found)
 
+    @property
+    def masks(self) -> Weights:
+        """Those of the parts, stacked: name → [parts, *shape]."""
+        return tree.stack([part.masks for part in self.parts])
+
     def _moved(self, model: Model, device: torch.device) -> MixturePosterior:
-        parts = [part._moved(model, device) for part in self.parts]
+        parts = [part._placed(model, device) for part in self.parts]
         return MixturePosterior(self.method, model, {**self.run, "history": self.history}, parts)
 
     def _write(self, folder: Path) -> dict[str, Any]:
+        from plausible.saving import write_kind
+
         parts = []
         for k, part in enumerate(self.parts):
             own = folder / f"part-{k:03d}"
             own.mkdir()
-            parts.append({"kind": part.kind, "run": part.run | {"history": part.history}, **part._write(own)})
+            parts.append({"kind": part.kind, "run": part.run | {"history": part.history}, **write_kind(part, own)})
         return {"parts": parts}
 
     @classmethod
     def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> MixturePosterior:
-        from plausible.saving import history_of
+        from plausible.saving import history_of, read_kind
 
         inner = getattr(method, "method", method)
-        parts = [
-            kinds[part["kind"]]._read(folder / f"part-{k:03d}", part, inner, model)
-            for k, part in enumerate(content["parts"])
-        ]
+        parts = [read_kind(folder / f"part-{k:03d}", part, inner, model) for k, part in enumerate(content["parts"])]
         return cls(method, model, history_of(content["run"]), parts)

@@ -3,6 +3,7 @@
 posterior.json          format, library version, kind, method, likelihood, prior, names and shapes, history, checksums
 fixed.safetensors       parameters and buffers of the network that were not inferred
 draws-….safetensors     the draws, in shards
+masks.safetensors       of a pruned posterior: which weights were kept
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
         "log_evidence": _plain(posterior.log_evidence),
         "run": _plain(posterior.run | {"history": posterior.history}),
-        **_plain(posterior._write(folder)),
+        **_plain(write_kind(posterior, folder)),
     }
 
 
@@ -137,6 +138,10 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
+    if content.get("kind") not in kinds or content.get("kind") == "mixture":
+        from plausible import methods
+
+        methods.load()  # they bring the kinds of their posteriors
     if content.get("kind") not in kinds:
         raise ValueError(
             f"{str(folder)!r} holds a posterior of unknown kind {content.get('kind')!r}; it needs a newer plausible"
@@ -197,9 +202,31 @@ def _read(
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],
     )
-    posterior = kinds[content["kind"]]._read(folder, content, _method(content["method"]), model)
+    posterior = read_kind(folder, content, _method(content["method"]), model)
     if content["log_evidence"] is not None:
         posterior.log_evidence = float(content["log_evidence"])
+    return posterior
+
+
+def write_kind(posterior: Posterior, folder: Path) -> dict[str, Any]:
+    """Write what a kind of posterior consists of, and the masks of a pruned one; returns what the JSON says."""
+    content = posterior._write(folder)
+    if posterior._masks:
+        content["masks_sha256"] = storage.write_tensors(folder / "masks.safetensors", posterior._masks)
+    return content
+
+
+def read_kind(folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> Posterior:
+    """The inverse of `write_kind`."""
+    posterior = kinds[content["kind"]]._read(folder, content, method, model)
+    if "masks_sha256" in content:
+        path = folder / "masks.safetensors"
+        masks = storage.read_tensors(path, content["masks_sha256"])
+        for name, mask in masks.items():
+            shape = model.initial[name].shape
+            if mask.dtype != torch.bool or mask.shape[mask.ndim - len(shape) :] != shape:
+                raise ValueError(f"{path} is damaged: the mask of {name!r} does not fit the weight")
+        posterior._masks = {name: mask.to(posterior.device) for name, mask in masks.items()}
     return posterior
 
 

@@ -211,7 +211,9 @@ class Cyclical(Schedule):
 def rate(value: float | Schedule, step: Tensor, total: int) -> Tensor:
     """The value at `step`: a number stands for itself. A 0-d float32 tensor on the device of `step`."""
     if isinstance(value, Schedule):
-        return hold(value(step, total))
+        return hold(value.__call__(step, total))
+    if isinstance(value, Tensor):  # stacked settings
+        return value.to(torch.float32)
     return torch.full((), float(value), dtype=torch.float32, device=step.device)
 
 

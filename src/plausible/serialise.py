@@ -168,6 +168,10 @@ def _decode_object(data: Mapping[str, Any]) -> Any:
         if set(data) != {"type", "value"} or data["value"] not in ("inf", "-inf", "nan"):
             raise ValueError(f"a stored float is 'inf', '-inf' or 'nan', got {dict(data)!r}")
         return float(data["value"])
+    if isinstance(kind, str) and kind not in _classes:  # perhaps a method whose file was not needed so far
+        from plausible import methods
+
+        methods.load()
     if not isinstance(kind, str) or kind not in _classes:
         raise ValueError(
             f"unknown type {kind!r} in stored settings; known are {', '.join(sorted(_classes)) or 'none'} "

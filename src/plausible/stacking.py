@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +18,23 @@ def transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_closed_over = False
+
+
+@contextlib.contextmanager
+def closed_over() -> Iterator[None]:
+    """For steps whose members differ in tensors of a closure: inside, nothing runs on all members at once past `vmap`."""
+    global _closed_over
+    before, _closed_over = _closed_over, True
+    try:
+        yield
+    finally:
+        _closed_over = before
+
+
 def vmapped() -> bool:
-    """Whether the current code runs eagerly inside `vmap`, and that is the innermost transform."""
-    if torch.compiler.is_compiling():
+    """Whether the current code runs eagerly inside `vmap`, and that is the innermost transform (and not `closed_over`)."""
+    if torch.compiler.is_compiling() or _closed_over:
         return False
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Vmap

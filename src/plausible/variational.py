@@ -51,3 +51,8 @@ def kl_weight(kind: str | float | Schedule, step: Tensor, steps: int, batches: i
     if kind == "blundell":
         return blundell(step, batches)
     return rate(kind, step, steps)  # type: ignore[arg-type]
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """ρ with log(1 + e^ρ) = value, also for small and large values."""
+    return value + torch.log(-torch.expm1(-value))

@@ -87,7 +87,7 @@ def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Weights:
     """The inverse of `flatten`: vector [..., P] → named tensors with the shapes of `like` (leading axes kept)."""
     sizes = [math.prod(w.shape) for w in like.values()]
     parts = vector.split(sizes, dim=-1)
-    return {name: part.reshape(*vector.shape[:-1], *w.shape) for (name, w), part in zip(like.items(), parts)}
+    return {name: part.reshape((*vector.shape[:-1], *w.shape)) for (name, w), part in zip(like.items(), parts)}
 
 
 def select(weights: Mapping[str, Tensor], names: Iterable[str]) -> Weights:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plausible.cli import datasets, errors, reporting
+from plausible.cli import datasets, errors, pruning, reporting, reproducing, sweeping
 from plausible.cli.errors import guarded, note
 
 app = typer.Typer(
@@ -323,6 +323,7 @@ def predict(
 
 
 app.command(no_args_is_help=True)(reporting.report)
+app.command(no_args_is_help=True)(pruning.prune)
 
 
 @app.command()
@@ -400,6 +401,10 @@ def compare(
         raise typer.Exit(1)
 
 
+app.command()(reproducing.reproduce)
+app.command(no_args_is_help=True)(sweeping.sweep)
+
+
 @app.command()
 @guarded
 def demo(
@@ -409,7 +414,7 @@ def demo(
     overwrite: Overwrite = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
-    """Run every method on two small problems and write a page with tables and plots."""
+    """Run a method of each family on two small problems and write a page with tables and plots."""
     from plausible.cli.demo import run
 
     run(out, quick, seed, overwrite)

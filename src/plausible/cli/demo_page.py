@@ -154,8 +154,8 @@ TEMPLATE = """<!DOCTYPE html>
 <h1>What a network knows, and what it does not</h1>
 <p>An ordinary neural network gives one answer, whether it has seen a thousand similar cases or none. A Bayesian one keeps many
 networks that all fit the data. Where they agree, the answer is well supported by the data; where they disagree, the data do not
-settle it. This page shows that on two small problems, each solved by every method in the library. All numbers come from the run
-that wrote it.</p>
+settle it. This page shows that on two small problems, each solved by a method of each family in the library. All numbers come
+from the run that wrote it.</p>
 [[rough]]
 
 <h2>A curve with a gap</h2>

@@ -27,8 +27,9 @@ from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Info, Stepper, make
 from plausible.methods.base import Method, Plan
 from plausible.model import Model
-from plausible.storage import DrawStore, DrawWriter, WriterMark
-from plausible.weights import clone, copy_into, num_bytes, num_elements
+from plausible.monitoring import Monitor
+from plausible.storage import DrawStore, DrawWriter, MemoryDraws, WriterMark
+from plausible.weights import clone, copy_into, num_bytes, num_elements, stack
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -89,12 +90,20 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
     device = next(iter(model.initial.values())).device
     team = options.team
     method = team.part(method)
+    if team.divides and not method.divisible:
+        who = type(method).__name__
+        raise ValueError(
+            f"{who} cannot divide its batches among ranks; use Ensemble({who}(…), members=…), whose members are split over them, "
+            "or set PLAUSIBLE_RANKS=alone to fit in each process by itself"
+        )
     plan = _plan(method, data)
     held: Data | None = None
     if plan.patience is not None:
         data, held = data.split(plan.holdout, options.seed)
         plan = _plan(method, data)
-    model = method.prepare(model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed), data)
+    model = method.prepare(
+        model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed, per_epoch=plan.per_epoch), data
+    )
     state = method.start(model, random.key(options.seed, device=device))
     mode = team.mode(decide(
         options.compile, steps=plan.steps, elements=num_elements(model.initial), members=method.members, device=device,
@@ -109,8 +118,9 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
+    members = None if getattr(method, "shares_batches", False) else method.members
     source = Source(
-        data, plan, seed=options.seed, members=method.members, numbers=team.member_numbers,
+        data, plan, seed=options.seed, members=members, numbers=team.member_numbers,
         place=(team.rank, team.size) if team.divides else None,
     )  # fmt: skip
     resumed = team.ready(source, plan, resumed)
@@ -228,6 +238,7 @@ class _Run:
                 self.state = stepper.state
                 self._note(rows, mark.done)
                 stale = self._validate(stepper)
+                self._observe(last=stale or self.done >= self.plan.steps)
                 self.seconds = time.monotonic() - started
                 taken = time.monotonic() - clock
                 segment = (
@@ -398,6 +409,27 @@ class _Run:
                 for callback in self.options.callbacks:
                     callback(before + i + 1, dict(info))
 
+    def _observe(self, last: bool) -> None:
+        """Show the posterior so far to the monitors among the callbacks, at the end of an epoch."""
+        monitors = [callback for callback in self.options.callbacks if isinstance(callback, Monitor)]
+        if not monitors or (self.done % self.plan.per_epoch and not last):
+            return
+        epoch = -(-self.done // self.plan.per_epoch)
+        due = [monitor for monitor in monitors if monitor.due(epoch, last)]
+        if not due:
+            return
+        fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
+        if not self.plan.thin:  # the draws that the run would end with
+            ending = [clone(draw) for draw in self.method.draws(self.state)]
+            fitted = fitted._replace(draws=MemoryDraws(stack(ending)) if ending else None)
+        elif fitted.draws is None and self.method.keeps_draws:
+            return  # nothing kept yet
+        posterior = self.method.posterior(self.model, fitted)
+        generators = checkpoints.random_states(self.device)
+        for monitor in due:
+            monitor.observe(epoch, posterior)
+        checkpoints.set_random_states({f"random.{name}": state for name, state in generators.items()}, self.device)
+
     def _caption(self, rows: dict[str, Tensor]) -> str:
         name, values = next(iter(rows.items()))
         value = float(values[-1].mean())
@@ -449,6 +481,7 @@ class _Run:
             "mode": self.mode,
             "pass_position": position,
             "stale": None if self.stale is None else self.stale.tolist(),
+            "monitors": _json_tree([c.records for c in self.options.callbacks if isinstance(c, Monitor)]),
         }
         self.keeper.save(self.done, self.state, self.writer, record, states, finished=finished)
 
@@ -460,6 +493,9 @@ class _Run:
         self.sums = {n: float(v) for n, v in record["sums"].items()}
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
+        monitors = [callback for callback in self.options.callbacks if isinstance(callback, Monitor)]
+        for monitor, records in zip(monitors, record.get("monitors", [])):
+            monitor.records = _from_json_tree(records)
         self.stale = None if record["stale"] is None else torch.tensor(record["stale"], device=self.device)
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
@@ -478,6 +514,25 @@ class _Run:
 
 def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def _json_tree(value: Any) -> Any:
+    """Numbers, lists and mappings as strict JSON: what is not finite becomes {"number": "nan"}."""
+    if isinstance(value, dict):
+        return {str(key): _json_tree(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_tree(inner) for inner in value]
+    if isinstance(value, Tensor):
+        return _json_tree(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(value)}
+    return value
+
+
+def _from_json_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return float(value["number"]) if set(value) == {"number"} else {k: _from_json_tree(v) for k, v in value.items()}
+    return [_from_json_tree(inner) for inner in value] if isinstance(value, list) else value
 
 
 __all__ = ["DivergenceError", "Fitted", "Options", "iterate", "replace", "run", "sample"]

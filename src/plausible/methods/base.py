@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,7 +18,53 @@ if TYPE_CHECKING:
     from plausible.posterior import Posterior
     from plausible.testing import LinearGaussian
 
-registry: dict[str, type[Method]] = {}
+
+class Registry(dict[str, "type[Method]"]):
+    """Name → class. Whoever asks it finds all methods of the library, which are imported then."""
+
+    def _load(self) -> None:
+        from plausible import methods
+
+        methods.load()
+
+    def __getitem__(self, name: str) -> type[Method]:
+        self._load()
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._load()
+        return super().__len__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The class of this name, or the default."""
+        self._load()
+        return super().get(name, default)
+
+    def keys(self) -> Any:
+        """Names."""
+        self._load()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Classes."""
+        self._load()
+        return super().values()
+
+    def items(self) -> Any:
+        """Names and classes."""
+        self._load()
+        return super().items()
+
+
+registry = Registry()
 
 
 @dataclass(frozen=True)
@@ -78,6 +125,10 @@ class Method:
     verb: ClassVar[Literal["iterate", "sample"]] = "iterate"
     members: ClassVar[int | None] = None
     keeps_draws: ClassVar[bool] = True
+    divisible: ClassVar[bool] = (
+        True  # whether its batches can be divided among ranks: gradients come from `model.gradient`
+    )
+    shaping: ClassVar[tuple[str, ...]] = ()  # numbers among its settings that are used before the first step
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)

@@ -154,8 +154,9 @@ class Ensemble(Method):
         """The draws of all members together, or an equal mixture of the members' posteriors."""
         if self.method.keeps_draws:
             return DrawsPosterior.of(self, model, fitted, chains=self.members)
+        alone = fitted._replace(history={})  # which is the mean over members, and none of theirs
         parts = [
-            self.method.posterior(model, fitted._replace(state=index(fitted.state, k))) for k in range(self.members)
+            self.method.posterior(model, alone._replace(state=index(fitted.state, k))) for k in range(self.members)
         ]
         return MixturePosterior.of(self, model, fitted, parts)
 

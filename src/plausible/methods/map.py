@@ -59,6 +59,7 @@ class MAP(Method):
     adversarial: float = 0.0
 
     name: ClassVar[str] = "map"
+    shaping: ClassVar[tuple[str, ...]] = ("adversarial", "holdout")
     traits: ClassVar[Traits] = Traits(bias="a point: the epistemic variance is zero")
 
     def __post_init__(self) -> None:

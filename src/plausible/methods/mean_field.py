@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -18,8 +19,8 @@ from plausible.model import Model
 from plausible.optimisers import AdamW, Optimiser
 from plausible.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.serialise import check_count, check_number, register
-from plausible.stochastic import Noise, gaussians, survey
-from plausible.variational import entropy, expected_log_prior, kl_weight
+from plausible.stochastic import Noise, gaussians, log_density, survey
+from plausible.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, kl_weight
 from plausible.weights import Weights, clone, select
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
 
 RHO = "rho of "
+
+
+class Prepared(NamedTuple):
+    """For each weight how its noise is drawn, and whether the samples of a step are one stacked pass."""
+
+    ways: dict[str, str]
+    stacked: bool
 
 
 class MeanFieldState(NamedTuple):
@@ -53,9 +61,11 @@ class MeanField(Method):
     `estimator` says how noise enters: "weights" (one draw of the weights a step), "local" (reparameterised outputs) or "flipout";
     weights to which the last two do not apply are sampled, and `posterior.summary()` says which. `kl_weights` is "uniform" (the
     bound), "blundell" (2^{M−i}/(2^M − 1) within an epoch of M batches), a number, or a schedule such as a warm-up. The KL is a
-    sum in nats: in closed form for Gaussian, Laplace and flat priors, by the sampled weights for others. `empirical_bayes` takes
-    for each weight tensor the scale of a centred Gaussian prior that maximises the bound. Cost: `samples` forward and backward
-    passes a step (twice that for the last two estimators), and as many normal numbers as weights or outputs.
+    sum in nats: in closed form for Gaussian, Laplace and flat priors, by the sampled weights for others. `landing` estimates
+    all of it by the sampled weights and lets the gradient flow through them alone ("sticking the landing", Roeder et al. 2017),
+    which has no variance where q is exact. `empirical_bayes` takes for each weight tensor the scale of a centred Gaussian prior
+    that maximises the bound, with "shared" one mean and one scale for all weights (Graves 2011). Cost: `samples` forward and
+    backward passes a step (twice that for the last two estimators), and as many normal numbers as weights or outputs.
     """
 
     epochs: int | None = None
@@ -67,10 +77,12 @@ class MeanField(Method):
     initial_scale: float = 0.02
     relative_scale: float | None = None
     antithetic: bool = False
-    empirical_bayes: bool = False
+    landing: bool = False
+    empirical_bayes: bool | Literal["shared"] = False
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "mean-field"
+    divisible: ClassVar[bool] = False
     keeps_draws: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(
         noisy=True, bias="independent weights: each scale is that of the weight given all others"
@@ -94,6 +106,18 @@ class MeanField(Method):
             as_schedule(self.kl_weights)
         if self.antithetic and self.samples % 2:
             raise ValueError(f"MeanField: antithetic pairs need an even number of samples, got samples={self.samples}")
+        if self.landing and self.estimator != "weights":
+            raise ValueError(
+                f"MeanField: landing=True needs sampled weights, estimator='weights', got {self.estimator!r}"
+            )
+        if self.landing and self.empirical_bayes:
+            raise ValueError(
+                "MeanField: landing=True samples the KL that empirical_bayes has in closed form; use one of them"
+            )
+        if self.empirical_bayes not in (False, True, "shared"):
+            raise ValueError(
+                f"MeanField: empirical_bayes must be False, True or 'shared', got {self.empirical_bayes!r}"
+            )
         if not isinstance(self.optimiser, Optimiser):
             raise TypeError(
                 f"MeanField: optimiser must be one of plausible.optimisers, such as AdamW() or SGD(), got {self.optimiser!r}"
@@ -105,17 +129,34 @@ class MeanField(Method):
 
     def prepare(self, model: Model, data: Data) -> Model:
         """Find out for which weights the estimator applies."""
-        if self.empirical_bayes and any(model.prior.rule(name).precision is None for name in model.random):
+        if self.empirical_bayes and not fitted_names(model):
             raise ValueError(
-                "MeanField: empirical_bayes replaces the scales of centred Gaussian priors, and this prior is another"
+                f"{type(self).__name__}: empirical_bayes fits the scales of centred Gaussian priors, and no weight of the network "
+                "has one; give prior=priors.Gaussian() or leave empirical_bayes=False"
             )
         means = select(model.initial, model.random)
-        if self.estimator == "weights":
-            return model.with_prepared(dict.fromkeys(means, self.estimator))
         example = next(iter(data.chunks(2)))
         fixed = {**select(model.initial, model.points), **model.buffers}
-        ways = survey(lambda drawn: model.outputs({**fixed, **drawn}, example.x), means, self.estimator)
-        return model.with_prepared(ways)
+
+        def outputs(drawn: Weights) -> Tensor:
+            return model.outputs({**fixed, **drawn}, example.x)
+
+        ways = survey(outputs, means, self.estimator)
+        return model.with_prepared(Prepared(ways, self._stackable(model, outputs, means)))
+
+    def _stackable(self, model: Model, outputs: Callable[[Weights], Tensor], means: Weights) -> bool:
+        """Whether the samples of a step can be one pass: several of them, no running statistics, and a network that vmap takes."""
+        few = self.samples < 3 and _first(means).device.type == "cpu"  # where two passes cost less than vmap
+        if self.samples == 1 or few or self.antithetic or model.buffers:
+            return False
+        two = {name: mean.expand(2, *mean.shape) for name, mean in means.items()}
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*batching rule.*")
+                torch.func.vmap(outputs, randomness="different")(two)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, UserWarning):
+            return False
+        return True
 
     def start(self, model: Model, key: Tensor) -> MeanFieldState:
         """Means at the module's weights, narrow scales."""
@@ -132,7 +173,7 @@ class MeanField(Method):
     def step(self, model: Model, state: MeanFieldState, batch: Batch) -> tuple[MeanFieldState, dict[str, Tensor]]:
         """One step up the gradient of the bound, divided by N."""
         names, temperature = model.random, model.temperature
-        batches = -(-model.num_data // num_rows(batch.x))
+        batches = model.per_epoch or -(-model.num_data // num_rows(batch.x))
 
         def objective(
             parameters: Weights, part: Batch, buffers: Weights, key: Tensor, step: Tensor
@@ -141,8 +182,7 @@ class MeanField(Method):
             points = select(parameters, model.points)
             means = select(parameters, names)
             scales = {name: F.softplus(parameters[RHO + name]) for name in names}
-            total, drawn = self._expected(model, means, scales, {**points, **moving}, part, key, step)
-            kl = self._kl(model, means, scales, drawn, key, step)
+            total, kl = self._estimated(model, means, scales, {**points, **moving}, part, key, step)
             bound = total / temperature - kl_weight(self.kl_weights, step, model.steps, batches) * kl
             if points:
                 bound = bound + model.prior.log_prob(points) / temperature
@@ -159,35 +199,64 @@ class MeanField(Method):
         new = MeanFieldState(weights, rhos, moved, optimiser, state.key, state.step + 1)
         return new, {"elbo": total / temperature - kl, "log_likelihood": total, "kl": kl}
 
-    def _expected(
-        self, model: Model, means: Weights, scales: Weights, fixed: Weights, batch: Batch, key: Tensor, step: Tensor
-    ) -> tuple[Tensor, list[Weights]]:
-        """The mean of the scaled log-likelihood over the samples, and the weights that were drawn for it."""
-        values, drawn = [], []
-        for noise in Noise.several(key, step, self.samples, antithetic=self.antithetic):
-            weights = gaussians(means, scales, noise, model.prepared or self.estimator)
-            values.append(model.scaled_log_likelihood({**fixed, **weights}, batch, train=True))
-            drawn.append(noise.drawn)
-        return torch.stack(values).mean(), drawn
+    def _sampled(
+        self, model: Model, means: Weights, scales: Weights, fixed: Weights, batch: Batch, noise: Noise, rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """From one draw: the scaled log-likelihood, and the part of the KL that has no closed form."""
+        ways, _ = model.prepared or Prepared({}, False)
+        weights = gaussians(means, scales, noise, ways or self.estimator)
+        total = model.scaled_log_likelihood({**fixed, **weights}, batch, train=True)
+        drawn = noise.drawn
+        if self.landing:
+            prior = model.prior.log_prob(select(drawn, means))
+            return total, log_density(select(drawn, means), means, scales, detached=True) - prior / model.temperature
+        if not rest:
+            return total, torch.zeros_like(total)
+        # where the noise went into outputs, weights are drawn for the prior alone
+        extra = {n: means[n] + scales[n] * noise.normal(f"{n}: prior", means[n]) for n in rest if n not in drawn}
+        return total, -model.prior.log_prob(select({**drawn, **extra}, rest)) / model.temperature
 
-    def _kl(
-        self, model: Model, means: Weights, scales: Weights, drawn: list[Weights], key: Tensor, step: Tensor
-    ) -> Tensor:
-        """−H(q) − E_q log p(w)/T: exact where the prior has a closed form, by the sampled weights for the rest."""
-        if self.empirical_bayes:
-            fits = [(0.5 * m.numel()) * (m * m + scales[n] * scales[n]).mean().log() for n, m in means.items()]
-            count = sum(mean.numel() for mean in means.values())
-            expected = -torch.stack(fits).sum() - count * 0.5 * math.log(2 * math.pi * math.e)
-            return -entropy(scales) - expected / model.temperature
-        expected, rest = expected_log_prior(model.prior, means, scales)
-        if rest:
-            missing = [name for name in rest if name not in drawn[0]]
-            if missing:  # their noise went into outputs: draw weights for the prior alone
-                noise = Noise(key, step)
-                extra = {n: means[n] + scales[n] * noise.normal(f"{n}: prior", means[n]) for n in missing}
-                drawn = [{**own, **extra} for own in drawn]
-            expected = expected + torch.stack([model.prior.log_prob(select(own, rest)) for own in drawn]).mean()
-        return -entropy(scales) - expected / model.temperature
+    def _estimated(
+        self, model: Model, means: Weights, scales: Weights, fixed: Weights, batch: Batch, key: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The mean of the scaled log-likelihood over the samples, and the KL: exact as far as the prior has a closed form."""
+        closed, rest = self._closed(model, means, scales)
+        stacked = model.prepared is not None and model.prepared.stacked
+        if stacked:  # one pass with a leading axis of samples
+
+            def one(own: Tensor) -> tuple[Tensor, Tensor]:
+                return self._sampled(model, means, scales, fixed, batch, Noise(own, step), rest)
+
+            keys = [noise.key for noise in Noise.several(key, step, self.samples)]
+            totals, parts = torch.func.vmap(one, randomness="different")(torch.stack(keys))
+        else:
+            noises = Noise.several(key, step, self.samples, antithetic=self.antithetic)
+            found = [self._sampled(model, means, scales, fixed, batch, noise, rest) for noise in noises]
+            totals, parts = (torch.stack(values) for values in zip(*found))
+        return totals.mean(), closed + parts.mean()
+
+    def _closed(self, model: Model, means: Weights, scales: Weights) -> tuple[Tensor, tuple[str, ...]]:
+        """The part of −H(q) − E_q log p(w)/T that has a closed form, and the names of the weights that it leaves out."""
+        if self.landing:
+            return torch.zeros((), dtype=_first(means).dtype, device=_first(means).device), tuple(means)
+        names = fitted_names(model) if self.empirical_bayes else ()
+        given = {name: mean for name, mean in means.items() if name not in names}
+        expected = torch.zeros((), dtype=_first(means).dtype, device=_first(means).device)
+        rest: tuple[str, ...] = ()
+        if given:
+            expected, rest = expected_log_prior(model.prior, given, scales)
+        if names:
+            own = select(means, names)
+            count = sum(mean.numel() for mean in own.values())
+            if self.empirical_bayes == "shared":
+                centre = torch.stack([mean.sum() for mean in own.values()]).sum() / count
+                spread = [((m - centre).square() + scales[n].square()).sum() for n, m in own.items()]
+                fitted = 0.5 * count * (torch.stack(spread).sum() / count).log()
+            else:
+                fits = [(0.5 * m.numel()) * (m * m + scales[n] * scales[n]).mean().log() for n, m in own.items()]
+                fitted = torch.stack(fits).sum()
+            expected = expected - fitted - count * HALF_LOG_2PIE
+        return -entropy(scales) - expected / model.temperature, rest
 
     def draws(self, state: MeanFieldState) -> list[Weights]:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
@@ -206,9 +275,17 @@ class MeanField(Method):
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The means and scales of the last step."""
         scales = {name: F.softplus(rho) for name, rho in fitted.state.rhos.items()}
-        return GaussianPosterior.of(self, model, fitted, scales, fitted.prepared)
+        return GaussianPosterior.of(self, model, fitted, scales, fitted.prepared.ways)
 
 
-def inverse_softplus(value: Tensor) -> Tensor:
-    """ρ with log(1 + e^ρ) = value, also for small and large values."""
-    return value + torch.log(-torch.expm1(-value))
+def fitted_names(model: Model) -> tuple[str, ...]:
+    """The random weights whose prior empirical Bayes replaces: centred Gaussian ones of the network, not of the likelihood."""
+    return tuple(
+        name
+        for name in model.random
+        if not name.startswith("likelihood.") and (model.prior.rule(name).precision or 0) > 0
+    )
+
+
+def _first(weights: Weights) -> Tensor:
+    return next(iter(weights.values()))

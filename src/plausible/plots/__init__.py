@@ -6,8 +6,10 @@ those of the current matplotlib style. Needs the extra `plot`.
 
 from plausible.plots.calibration import pit_histogram, quantile_calibration, reliability
 from plausible.plots.examples import example_images, example_rows
+from plausible.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
 from plausible.plots.regression import predictions, predictive_band
 from plausible.plots.selection import ood_histogram, risk_coverage
+from plausible.plots.sweeping import sweep
 from plausible.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
 
 __all__ = [
@@ -19,9 +21,14 @@ __all__ = [
     "pit_histogram",
     "predictions",
     "predictive_band",
+    "pruned_weights",
     "quantile_calibration",
     "rank_histogram",
     "reliability",
     "risk_coverage",
+    "snr",
+    "snr_cdf",
+    "sweep",
     "training_trace",
+    "weight_histogram",
 ]

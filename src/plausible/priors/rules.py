@@ -21,6 +21,19 @@ SOFTENING = 1e-8
 """Poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)."""
 
 
+def _log(value: float | Tensor) -> float | Tensor:
+    """The logarithm of a setting; where settings are stacked it is a 0-d tensor."""
+    return torch.log(value) if isinstance(value, Tensor) else math.log(value)
+
+
+def _lgamma(value: float | Tensor) -> float | Tensor:
+    return torch.lgamma(value) if isinstance(value, Tensor) else math.lgamma(value)
+
+
+def _log1m(value: float | Tensor) -> float | Tensor:
+    return torch.log1p(-value) if isinstance(value, Tensor) else math.log1p(-value)
+
+
 def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
 
@@ -70,31 +83,33 @@ class Gaussian(Rule):
 
     @property
     def precision(self) -> float | None:
-        """1/scale² if centred at 0, else None."""
-        return self.scale**-2 if self.loc == 0 else None
+        """1/scale² if centred at 0, else None (also where scales are stacked: they are no single number)."""
+        single = not isinstance(self.scale, Tensor) and not isinstance(self.loc, Tensor)
+        return self.scale**-2 if single and self.loc == 0 else None
 
     def log_density(self, weight: Tensor) -> Tensor:
         """The normal log density."""
-        return -0.5 * self._residual(weight).square() - (math.log(self.scale) + 0.5 * LOG_2PI)
+        return -0.5 * self._residual(weight).square() - (_log(self.scale) + 0.5 * LOG_2PI)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The sum of all log densities; the constant is added once."""
         if not weights:
             return torch.zeros(())
         values = tuple(weights.values())
-        constant = sum(value.numel() for value in values) * (math.log(self.scale) + 0.5 * LOG_2PI)
-        plain = self.loc != 0 or transformed() or any(value.dtype != values[0].dtype for value in values)
+        constant = sum(value.numel() for value in values) * (_log(self.scale) + 0.5 * LOG_2PI)
+        moved = isinstance(self.loc, Tensor) or self.loc != 0
+        plain = moved or transformed() or any(value.dtype != values[0].dtype for value in values)
         if not plain:
             square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
             return (-0.5 / self.scale**2) * square - constant
-        if self.loc:
+        if moved:
             return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
         return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
         """−½ Σ ((μ − loc)² + σ²)/scale², and the constant."""
-        centred = mean - self.loc if self.loc else mean
-        constant = mean.numel() * (math.log(self.scale) + 0.5 * LOG_2PI)
+        centred = mean if not isinstance(self.loc, Tensor) and self.loc == 0 else mean - self.loc
+        constant = mean.numel() * (_log(self.scale) + 0.5 * LOG_2PI)
         return (-0.5 / self.scale**2) * (centred * centred + scale * scale).sum() - constant
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -102,7 +117,7 @@ class Gaussian(Rule):
         return self.loc + self.scale * _normal(shape, generator, dtype)
 
     def _residual(self, weight: Tensor) -> Tensor:
-        centred = weight - self.loc if self.loc else weight
+        centred = weight if not isinstance(self.loc, Tensor) and self.loc == 0 else weight - self.loc
         return centred / self.scale
 
 
@@ -118,7 +133,7 @@ class Laplace(Rule):
 
     def log_density(self, weight: Tensor) -> Tensor:
         """−|w|/scale − log(2·scale)."""
-        return -weight.abs() / self.scale - math.log(2 * self.scale)
+        return -weight.abs() / self.scale - _log(2 * self.scale)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
         """−Σ E|w|/scale − log(2·scale), with E|w| = σ√(2/π) e^(−μ²/2σ²) + μ erf(μ/σ√2)."""
@@ -126,7 +141,7 @@ class Laplace(Rule):
         size = scale * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio * ratio) + mean * torch.erf(
             ratio * math.sqrt(0.5)
         )
-        return -size.sum() / self.scale - mean.numel() * math.log(2 * self.scale)
+        return -size.sum() / self.scale - mean.numel() * _log(2 * self.scale)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A random sign times an exponential variate."""
@@ -149,7 +164,7 @@ class StudentT(Rule):
     def log_density(self, weight: Tensor) -> Tensor:
         """The Student log density."""
         df = self.df
-        constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi) - math.log(self.scale)
+        constant = _lgamma((df + 1) / 2) - _lgamma(df / 2) - 0.5 * _log(df * math.pi) - _log(self.scale)
         return constant - 0.5 * (df + 1) * torch.log1p((weight / self.scale).square() / df)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -178,12 +193,17 @@ class ScaleMixture(Rule):
 
     def log_density(self, weight: Tensor) -> Tensor:
         """The wide component's log density plus softplus of the (bounded above) log ratio narrow/wide."""
-        one, two = (math.log(self.pi), self.sigma1), (math.log1p(-self.pi), self.sigma2)
-        (log_wide, wide), (log_narrow, narrow) = (one, two) if self.sigma1 >= self.sigma2 else (two, one)
+        one, two = (_log(self.pi), self.sigma1), (_log1m(self.pi), self.sigma2)
+        if isinstance(self.sigma1, Tensor) or isinstance(self.sigma2, Tensor):  # stacked
+            order = torch.as_tensor(self.sigma1) >= torch.as_tensor(self.sigma2)
+            log_wide, wide = (torch.where(order, a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
+            log_narrow, narrow = (torch.where(order, a, b) for a, b in zip(two, one))  # type: ignore[call-overload]
+        else:
+            (log_wide, wide), (log_narrow, narrow) = (one, two) if self.sigma1 >= self.sigma2 else (two, one)
         square = weight.square()
-        ratio = log_narrow - log_wide + math.log(wide / narrow) - 0.5 * (narrow**-2 - wide**-2) * square
+        ratio = log_narrow - log_wide + _log(wide / narrow) - 0.5 * (narrow**-2 - wide**-2) * square
         mixture = F.softplus(ratio, threshold=60.0) - (0.5 * wide**-2) * square
-        return mixture + (log_wide - math.log(wide) - 0.5 * LOG_2PI)
+        return mixture + (log_wide - _log(wide) - 0.5 * LOG_2PI)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A component for each element, then a normal variate of its scale."""
@@ -211,7 +231,7 @@ class Horseshoe(Rule):
     def log_density(self, weight: Tensor) -> Tensor:
         """The logarithm of e^u E₁(u), normalised."""
         u = 0.5 * ((weight / self.scale).square() + SOFTENING**2)
-        return _log_scaled_exponential_integral(u) - (math.log(self.scale) + 0.5 * math.log(2 * math.pi**3))
+        return _log_scaled_exponential_integral(u) - (_log(self.scale) + 0.5 * math.log(2 * math.pi**3))
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A normal variate times a half-Cauchy one, itself a ratio of normal variates."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import operators as _operators
 from .kernels import use_compiled
 
-__all__ = ["fold", "generator", "isolated", "key", "normal", "permutation", "uniform", "use_compiled"]
+__all__ = ["fold", "generator", "isolated", "key", "normal", "normals", "permutation", "uniform", "use_compiled"]
 
 _FOLD, _NORMAL, _UNIFORM = (getattr(torch.ops.plausible, name).default for name in ("fold", "normal", "uniform"))
 _ISOLATED, _PERMUTATION = 0x69736F6C, 0x7065726D  # first steps of the paths used inside this module
@@ -170,6 +170,16 @@ def generator(seed: int, *path: int) -> torch.Generator:
     made = torch.Generator()
     made.manual_seed(_number(seed, path))
     return made
+
+
+def normals(seed: int, *path: int, count: int, like: Tensor) -> Tensor:
+    """N(0, 1): `count` numbers of the type and on the device of `like`, a pure function of `seed` and `path` on each kind of it.
+
+    For many numbers outside of steps, drawn where they are used.
+    """
+    made = torch.Generator(device=like.device)
+    made.manual_seed(_number(seed, path))
+    return torch.randn(count, generator=made, device=like.device, dtype=like.dtype)
 
 
 def permutation(seed: int, epoch: int, n: int) -> Tensor:

@@ -107,6 +107,10 @@ def gaussians(
 def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], estimator: str) -> dict[str, str]:
     """For each weight how its noise can be drawn: the estimator where one linear operation uses it, and `FALLBACK` elsewhere.
 
+    Where the operation uses the weight at several places of an example (convolutions, linear layers over a sequence), local noise
+    would be independent between places that one draw of the weight moves together: averages over places would lose it, and
+    expectations under such noise are not those under q. Flipout has one draw for all places of an example: it is used there.
+
     Calls `function(weights)` once, at the means, and counts the uses of each weight; let it run the network in evaluation mode, so
     that dropout and running statistics see nothing of it. A weight that is used twice (tied, or in a module that is called in a
     loop), by other operations, or by code that hides its operations (a custom `torch.autograd.Function`, a scripted function) is to
@@ -120,7 +124,8 @@ def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], esti
     with torch.enable_grad():  # for `_Survey.count`
         detached = {name: mean.detach() for name, mean in means.items()}
         function({name: _made(mean, mean, count, estimator, name) for name, mean in detached.items()})
-    return {name: estimator if count.uses.get(name) == ["linear"] else FALLBACK for name in means}
+    ways: dict[tuple[str, ...], str] = {("linear",): estimator, ("places",): "flipout"}
+    return {name: ways.get(tuple(count.uses.get(name, ())), FALLBACK) for name in means}
 
 
 def log_density(
@@ -179,8 +184,9 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **
         return mean
     noise, name = parts[0]._noise, parts[0]._name
     if isinstance(noise, _Survey):
+        several = mean.numel() > math.prod(_per_example(mean, func))  # the weight acts at several places of one example
         for part in parts:
-            noise.count(part._name, "linear")
+            noise.count(part._name, "places" if several else "linear")
         return mean
     for part in parts:
         _spend(part)

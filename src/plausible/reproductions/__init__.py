@@ -1,0 +1,29 @@
+"""Published experiments, each in one file with its settings, the published numbers and the tolerance: `plausible reproduce`.
+
+`load(name)` gives a `Reproduction`: cells that are trained one by one, and tables and figures made of their results.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plausible.reproductions.frame import Reproduction
+
+__all__ = ["NAMES", "load"]
+
+NAMES = {
+    "blundell-2015": "blundell",
+    "singh": "singh",
+    "singh-faithful": "singh",
+    "gradient-variance": "gradient_variance",
+}
+"""Name of each reproduction → the file it is in."""
+
+
+def load(name: str) -> Reproduction:
+    """The reproduction of this name."""
+    if name not in NAMES:
+        raise ValueError(f"there is no reproduction {name!r}; there are: {', '.join(NAMES)}")
+    return import_module(f"plausible.reproductions.{NAMES[name]}").REPRODUCTIONS[name]
