@@ -104,7 +104,8 @@ def propagate(
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"moments go through networks of one input tensor, got inputs of type {type(x).__name__}")
-    moments, moved = Moments(x), dict[str, Tensor]()
+    moments = Moments(x)
+    moved: dict[str, Tensor] = {}
     done = -1
     for i, layer in enumerate(network.layers):
         if i == done:  # together with the layer before it
