@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import cpu
+from benchmarks import cpu, variational
 
 cpu.main()
+variational.main()
 if torch.cuda.is_available():
     from benchmarks import gpu
 
