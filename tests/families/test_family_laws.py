@@ -325,7 +325,7 @@ def test_the_landing_keeps_its_value_where_the_factor_is_badly_conditioned(kind:
     family: Any = FullRankFamily(like) if kind == "full-rank" else MatrixNormalFamily(like)
     theta = family.start(like, 0.1, random.key(0))
     name = "factor" if kind == "full-rank" else "rows of w"
-    theta[name] = theta[name] + 2 * torch.randn(60, 60).double().tril(-1)
+    theta[name] = theta[name] + 150 * torch.randn(60, 60).double().tril(-1)
     noise = {n: torch.randn_like(v) for n, v in family.noise(theta).items()}
     theta = {n: v.requires_grad_() for n, v in theta.items()}
     value = family.landing(theta, family.draw(theta, noise), noise)
@@ -350,3 +350,17 @@ def test_the_landing_has_the_slope_of_the_density() -> None:
             torch.autograd.grad(other, list(theta.values()), allow_unused=True),
         ):
             torch.testing.assert_close(a, b)
+
+
+def test_noise_in_all_entries_of_a_factor_leaves_the_scales_near_where_they_were() -> None:
+    """Steps of one size move every entry below the diagonal; a hundred such entries must not outweigh the scale of a weight."""
+    torch.manual_seed(0)
+    like = {"w": torch.zeros(100, 2)}
+    for family in (FullRankFamily(like), MatrixNormalFamily(like)):
+        theta = family.start(like, 0.02, random.key(0))
+        moved = {
+            n: v + 0.2 * torch.randn_like(v).tril(-1) if v.ndim == 2 and len(v) == v.shape[1] else v
+            for n, v in theta.items()
+        }
+        ratio = family.scales(moved)["w"] / family.scales(theta)["w"]
+        assert 0.95 < float(ratio.min()) <= float(ratio.max()) < 1.2

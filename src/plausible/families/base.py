@@ -200,13 +200,19 @@ def sloping(value: Tensor, slopes: Weights, weights: Weights) -> Tensor:
 
 
 def positive_lower(raw: Tensor) -> Tensor:
-    """The lower triangle of a square matrix, softplus on its diagonal: a Cholesky factor."""
-    return raw.tril(-1) + torch.diag(F.softplus(raw.diagonal()))
+    """L = diag(d)(I + T/√n), d the softplus of the diagonal of `raw` [n, n] and T its part below: any Cholesky factor.
+
+    An optimiser with steps of one size moves all n(n − 1)/2 entries of T at once. In these units what noise adds to them changes
+    the scales by a factor near 1; as plain entries of L they would soon outweigh the diagonal.
+    """
+    diagonal = F.softplus(raw.diagonal())
+    return torch.diag(diagonal) + diagonal[:, None] * raw.tril(-1) * len(raw) ** -0.5
 
 
-def raw_lower(diagonal: Tensor) -> Tensor:
-    """The matrix from which `positive_lower` makes the diagonal matrix of these positive numbers."""
-    return torch.diag(inverse_softplus(diagonal))
+def raw_lower(factor: Tensor) -> Tensor:
+    """The matrix from which `positive_lower` makes this Cholesky factor [n, n]."""
+    diagonal = factor.diagonal()
+    return torch.diag(inverse_softplus(diagonal)) + factor.tril(-1) / diagonal[:, None] * len(factor) ** 0.5
 
 
 def _zero(parameters: Weights) -> Tensor:

@@ -24,7 +24,7 @@ class FullRankFamily(FlatFamily):
     def start(self, weights: Weights, scale: float, key: Tensor) -> Weights:  # noqa: ARG002
         """The weights, and `scale` on the diagonal."""
         mean = self.vector(weights)
-        return {"mean": mean, "factor": raw_lower(torch.full_like(mean, scale))}
+        return {"mean": mean, "factor": raw_lower(torch.diag(torch.full_like(mean, scale)))}
 
     def factor(self, parameters: Weights) -> Tensor:
         """L [P, P]."""
