@@ -43,7 +43,9 @@ class MatrixNormalFamily(Family):
                 continue
             for side, count in zip(("rows", "columns"), shape):
                 diagonal = weight.new_full((count,), math.sqrt(scale))
-                found[f"{side} of {name}"] = raw_lower(torch.diag(diagonal)) if self.full else inverse_softplus(diagonal)
+                found[f"{side} of {name}"] = (
+                    raw_lower(torch.diag(diagonal)) if self.full else inverse_softplus(diagonal)
+                )
         return found
 
     def factors(self, parameters: Weights, name: str) -> tuple[Tensor, Tensor]:

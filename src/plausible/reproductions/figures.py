@@ -67,9 +67,9 @@ def error_curves(ax: Axes, results: Results, lines: Mapping[str, str], *, top: f
 
 
 def histogram(ax: Axes, edges: Sequence[float], shares: Sequence[float], label: str, colour: str) -> None:
-    """A density from shares in bins, as an outline."""
+    """A density from shares in bins, as an outline that is open at its ends: the bins may not hold everything."""
     densities = [share / (high - low) for share, low, high in zip(shares, edges, edges[1:])]
-    ax.stairs(densities, edges, color=colour, label=label, linewidth=1.3)
+    ax.stairs(densities, edges, baseline=None, color=colour, label=label, linewidth=1.3)
 
 
 def weight_histograms(results: Results, lines: Mapping[str, str]) -> Figure:
@@ -80,6 +80,8 @@ def weight_histograms(results: Results, lines: Mapping[str, str]) -> Figure:
         if found is not None:
             for ax in axes:
                 histogram(ax, found["edges"], found["shares"], f"{label} (s.d. {found['std']:.3f})", f"C{number}")
+                ax.set_xlim(found["edges"][0], found["edges"][-1])
+    axes[0].set_ylim(bottom=0)
     axes[1].set_yscale("log")
     for ax in axes:
         ax.set(xlabel="weight", ylabel="density")
@@ -112,13 +114,17 @@ def snr(results: Results, cells: Mapping[str, str]) -> Figure:
     if ends:
         axes[0].set_xlim(min(ends), max(ends))
     axes[0].set(xlabel="signal-to-noise ratio (dB)", ylabel="density")
+    axes[0].set_ylim(bottom=0)
     axes[1].set(xlabel="signal-to-noise ratio (dB)", ylabel="share of weights below", ylim=(0, 1))
     _legend_below(figure, axes[0])
     return figure
 
 
 def _legend_below(figure: Figure, ax: Axes) -> None:
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    """One row under the figure: histograms first, then the cuts."""
+    pairs = sorted(zip(*ax.get_legend_handles_labels()), key=lambda pair: pair[1].endswith(" cut"))
+    handles, labels = [handle for handle, _ in pairs], [label for _, label in pairs]
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
 
 
 def bands(ax: Axes, result: Mapping[str, Any], name: str, title: str) -> None:
