@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import cpu, variational
+from benchmarks import cpu, laplace, variational
 
 cpu.main()
 variational.main()
+laplace.main()
 if torch.cuda.is_available():
     from benchmarks import gpu
 

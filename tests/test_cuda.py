@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import plausible as pl
-from plausible import random
+from plausible import random, testing
 from plausible.data import as_data
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Eager
+from plausible.methods.base import registry
 from plausible.schedules import Cosine
 from plausible.testing import LinearGaussian
 from plausible.weights import clone, tensors
@@ -139,3 +140,49 @@ def test_a_sweep_runs_as_one_captured_program() -> None:
     )  # fmt: skip
     assert [group["mode"] for group in found.groups] == ["compiled+captured"]
     assert all(row["scores"]["rmse"] < 0.7 for row in found.rows)
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_method_keeps_its_law_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "flow" in name:
+        pytest.importorskip("zuko")
+    plain = LinearGaussian.fit
+
+    def there(self: LinearGaussian, method: Any, **settings: Any) -> Any:
+        return plain(self, method, **{**settings, "device": "cuda", "compile": "auto"}).to("cpu")
+
+    monkeypatch.setattr(LinearGaussian, "fit", there)
+    testing.check_exact_posterior(registry[name].conforming())
+
+
+@pytest.mark.parametrize("structure", ["diag", "block", "kron", "ekfac", "lowrank", "full"])
+@pytest.mark.parametrize("network", ["perceptron", "convolutional", "recurrent", "attention"])
+def test_curvature_is_the_same_on_the_gpu(structure: Any, network: str) -> None:
+    torch.manual_seed(0)
+    nets: dict[str, Any] = {
+        "perceptron": lambda: nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "convolutional": lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)
+        ),
+        "recurrent": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), _Last(nn.LSTM(4, 5, batch_first=True)), nn.Linear(5, 3)),
+        "attention": lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 4)), nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Flatten(), nn.Linear(12, 3)
+        ),
+    }  # fmt: skip
+    net, x, y = nets[network](), torch.randn(40, 12), torch.arange(40) % 3
+    method = pl.Laplace(mode=None, structure=structure, rank=5)
+    with pytest.warns(UserWarning, match="not at a mode"):
+        here, there = (pl.fit(net, (x, y), method, device=device, progress=False) for device in ("cpu", "cuda"))
+    for a, b in zip(here.moments(x[:5]), there.moments(x[:5])):
+        torch.testing.assert_close(a, b.cpu(), rtol=5e-3, atol=2e-3 * float(a.abs().max()))
+    assert here.log_evidence == pytest.approx(there.log_evidence, rel=1e-3)
+    assert there.predict(x[:5]).probs.device.type == "cuda"
+
+
+class _Last(nn.Module):
+    def __init__(self, body: nn.LSTM) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)[0][:, -1]

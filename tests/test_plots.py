@@ -76,6 +76,9 @@ def calls(chains):
         ),
         "snr_cdf": lambda **k: plots.snr_cdf(posterior, **k),
         "weight_histogram": lambda **k: plots.weight_histogram(posterior, **k),
+        "evidence": lambda **k: plots.evidence(
+            {"a": -3.0, "b": -1.0, "c": -2.0}, {"a": -0.4, "b": -0.1, "c": -0.2}, **k
+        ),
         "example_rows": lambda **k: plots.example_rows({"a": list(range(60))}, numbers, y, **k),
     }
 

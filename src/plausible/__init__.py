@@ -10,8 +10,11 @@ from plausible._version import __version__
 
 if TYPE_CHECKING:
     from plausible import (
+        adapters,
+        curvature,
         datasets,
         decisions,
+        evidence,
         likelihoods,
         methods,
         metrics,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
         Ensemble,
         Flow,
         FullRank,
+        Laplace,
         LowRank,
         MatrixNormal,
         MeanField,
@@ -71,6 +75,7 @@ __all__ = [
     "Flow",
     "FullRank",
     "Graves",
+    "Laplace",
     "LowRank",
     "MatrixNormal",
     "MeanField",
@@ -84,8 +89,11 @@ __all__ = [
     "Rank1",
     "Refined",
     "__version__",
+    "adapters",
+    "curvature",
     "datasets",
     "decisions",
+    "evidence",
     "fit",
     "likelihoods",
     "load",
@@ -120,9 +128,8 @@ _HOMES = {
     "sweep": "sweeping",
 }
 _ROOMS = (
-    "compare", "datasets", "decisions", "likelihoods", "methods", "metrics", "moments", "optim", "optimisers", "plots",
-    "priors", "pruning", "report",
-    "schedules", "testing", "uncertainty",
+    "adapters", "compare", "curvature", "datasets", "decisions", "evidence", "likelihoods", "methods", "metrics", "moments",
+    "optim", "optimisers", "plots", "priors", "pruning", "report", "schedules", "testing", "uncertainty",
 )  # fmt: skip
 _EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out
 

@@ -190,6 +190,45 @@ class Affine(distributions.Distribution):
         return torch.where(self.scale > 0, below, 1 - below)
 
 
+class Mixture(distributions.Distribution):
+    """p(y) = Σ_q w_q p_q(y), elementwise: a weighted mixture over the leading axis of `base`, of which an axis of length 1 stays.
+
+    Its components may be the nodes of an integral; `order` then says which moments exist: those below it. `weight` is [Q], Σ w = 1.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, base: distributions.Distribution, weight: Tensor, order: float = math.inf) -> None:
+        self.base, self.order = base, order
+        self.weight = weight.reshape(-1, *(1,) * (len(base.batch_shape) - 1))
+        super().__init__(torch.Size((1, *base.batch_shape[1:])), validate_args=False)
+
+    def average(self, values: Tensor) -> Tensor:
+        """Σ_q w_q values_q, [Q, …] → [1, …]."""
+        return (self.weight * values).sum(0, keepdim=True)
+
+    @property
+    def mean(self) -> Tensor:
+        """Σ w_q E[y | q]; NaN where there is none."""
+        mean = self.average(self.base.mean)
+        return mean if self.order > 1 else torch.full_like(mean, math.nan)
+
+    @property
+    def variance(self) -> Tensor:
+        """Σ w_q (Var[y | q] + (E[y | q] − E[y])²); infinite where there is none."""
+        mean = self.base.mean
+        variance = self.average(self.base.variance + (mean - self.average(mean)).square())
+        return variance if self.order > 2 else torch.full_like(variance, math.inf)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density at `value`, elementwise."""
+        return (self.base.log_prob(value) + self.weight.log()).logsumexp(0, keepdim=True)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """P(Y ≤ value), elementwise."""
+        return self.average(self.base.cdf(value))
+
+
 def aligned(name: str, outputs: Tensor, weights: Mapping[str, Tensor] | None, own_axes: int) -> Tensor:
     """The noise weight `name`, [*draws, *own], shaped to broadcast against outputs [*draws, N, *O].
 
@@ -232,7 +271,22 @@ def location_scale(distribution: distributions.Distribution) -> tuple[Tensor, Te
         return distribution.loc + distribution.scale * loc, distribution.scale.abs() * scale
     if isinstance(distribution, distributions.Normal | distributions.StudentT):
         return distribution.loc, distribution.scale
+    if isinstance(distribution, Mixture):
+        loc, scale = location_scale(distribution.base)
+        centre = distribution.average(loc)
+        return centre, distribution.average(scale.square() + (loc - centre).square()).sqrt()
     return distribution.mean, distribution.stddev
+
+
+def components(distribution: distributions.Distribution) -> tuple[distributions.Distribution, Tensor]:
+    """What is mixed over the leading axis, [S, …], and the weights, [S, 1, …] or one for all."""
+    if isinstance(distribution, Mixture):
+        return distribution.base, distribution.weight
+    if isinstance(distribution, Affine) and isinstance(distribution.base, Mixture):
+        mixed = distribution.base
+        return Affine(mixed.base, distribution.loc, distribution.scale), mixed.weight
+    count = distribution.batch_shape[0]
+    return distribution, torch.full((1,) * len(distribution.batch_shape), 1 / max(1, count), dtype=torch.float64)
 
 
 def mixture_cdf(distribution: distributions.Distribution, value: Tensor) -> Tensor:
@@ -240,13 +294,18 @@ def mixture_cdf(distribution: distributions.Distribution, value: Tensor) -> Tens
     return distribution.cdf(value).mean(0)
 
 
-def mixture_quantile(distribution: distributions.Distribution, q: float) -> Tensor:
+def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor) -> Tensor:
     """F⁻¹(q) of the equally weighted mixture of continuous distributions over the leading axis: [S, …] → [...].
+
+    q is one number, or numbers that broadcast with [...].
 
     The root of F(y) = q: a bracket around all components grows until it holds the root; then Newton steps where they
     stay inside it and at least halve from one to the next, and bisections elsewhere. Ends at
-    |F(y) − q| ≤ 1e-12·min(q, 1−q), or where the numbers have no finer resolution: mostly 10 to 30 evaluations of F.
+    |F(y) − q| ≤ 1e-12·min(q, 1−q), or where the numbers have no finer resolution: mostly 10 to 30 evaluations of F. A single
+    Gaussian is inverted in closed form.
     """
+    if (exact := _normal_quantile(distribution, q)) is not None:
+        return exact
     loc, scale = location_scale(distribution)
     low, high, width = loc.amin(0), loc.amax(0), scale.amax(0)
     width = torch.maximum(width, 1e-6 * torch.maximum(low.abs(), high.abs()))
@@ -257,7 +316,8 @@ def mixture_quantile(distribution: distributions.Distribution, q: float) -> Tens
         low, high = torch.where(above, low - width, low), torch.where(below, high + width, high)
         width = torch.where(above | below, 2 * width, width)
     y = 0.5 * (low + high)
-    tolerance = max(1e-12 * min(q, 1 - q), 2 * torch.finfo(y.dtype).eps)
+    level = torch.as_tensor(q, dtype=y.dtype, device=y.device)
+    tolerance = (1e-12 * torch.minimum(level, 1 - level)).clamp(min=2 * torch.finfo(y.dtype).eps)
     done, move = torch.zeros_like(y, dtype=torch.bool), high - low
     for _ in range(_MAX_STEPS):
         error = mixture_cdf(distribution, y) - q
@@ -273,8 +333,23 @@ def mixture_quantile(distribution: distributions.Distribution, q: float) -> Tens
     return y
 
 
-def mixture_count_quantile(distribution: distributions.Distribution, q: float) -> Tensor:
-    """The smallest integer k with F(k) ≥ q, for a mixture of counts over the leading axis: [S, …] → [...]."""
+def _normal_quantile(distribution: distributions.Distribution, q: float | Tensor) -> Tensor | None:
+    """μ + σΦ⁻¹(q) where the mixture is a single Gaussian, also in other units; None where it is not."""
+    if isinstance(distribution, Affine):
+        upright = _normal_quantile(distribution.base, q)
+        if upright is None:
+            return None
+        turned = 2 * distribution.base.mean[0] - upright  # the quantile at 1 − q
+        return distribution.loc + distribution.scale * torch.where(distribution.scale > 0, upright, turned)
+    if not isinstance(distribution, distributions.Normal) or distribution.batch_shape[0] != 1:
+        return None
+    loc, scale = distribution.loc[0], distribution.scale[0]
+    level = double(q)[0] if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
+    return loc + scale * torch.special.ndtri(level).to(loc)
+
+
+def mixture_count_quantile(distribution: distributions.Distribution, q: float | Tensor) -> Tensor:
+    """The smallest integer k with F(k) ≥ q, for a mixture of counts over the leading axis: [S, …] → [...]; q as above."""
     high = distribution.mean.amax(0).ceil().clamp(min=1)
     low = torch.full_like(high, -1.0)
     for _ in range(_MAX_DOUBLINGS):

@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -273,6 +273,11 @@ class Model:
         self.network.eval()
         return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
 
+    def last_layer(self, example: Batch) -> tuple[str, ...]:
+        """The names of the weights of the layer that is used last, on these examples."""
+        uses = self._probe(example)[1]
+        return self._layer_of(max(uses, key=lambda name: uses[name]))
+
     def _layer_of(self, weight: str) -> tuple[str, ...]:
         """The names of all trained weights in the layers that hold this one (tied weights are held by several)."""
         holders = {id(holder) for holder, _ in self._slots[weight]}
@@ -447,6 +452,10 @@ class Model:
             prior=self.prior if prior is None else prior,
             temperature=self.temperature if temperature is None else temperature,
         )
+
+    def restricted(self, names: Iterable[str]) -> Model:
+        """The model in which only these weights are random; the others are points."""
+        return self._replace(random=tuple(names))
 
     def attacked(self, radius: Tensor) -> Model:
         """The model whose gradients also see each example moved by `radius` to where it is least likely."""

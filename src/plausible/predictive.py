@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, distributions
 
 from plausible.conversion import as_tensor
 from plausible.distributions import mixture_cdf, mixture_count_quantile, mixture_quantile
@@ -88,7 +89,7 @@ class Predictive:
             raise ValueError(f"outputs must be a floating-point tensor of shape [draws, inputs, ...], got {got}")
         draws, inputs = outputs.shape[:2]
         own = dict(weights or {})
-        result = cls(
+        result = Predictive(
             likelihood, lambda rows: Draws(outputs[:, rows], own),
             num_inputs=inputs, num_draws=draws, output_shape=tuple(outputs.shape[2:]),
         )  # fmt: skip
@@ -147,16 +148,49 @@ class Predictive:
             wide = widest(outputs.device)
             yield rows, outputs.to(wide), {name: weight.to(wide) for name, weight in weights.items()}
 
-    @torch.no_grad()
     def _collect(
         self, function: Callable[[slice, Tensor, dict[str, Tensor]], Sequence[Tensor]], axis: int = 0, draws: int = 0
     ) -> tuple[Tensor, ...]:
-        """Apply a function to each block and join what it returns along the axis of the inputs."""
-        parts = []
-        for rows, outputs, weights in self._blocks(draws or self.num_draws):
-            values = function(rows, outputs, weights)
-            parts.append([v.to(self._dtype) if v.is_floating_point() else v for v in values])
-        return tuple(torch.cat(column, axis) for column in zip(*parts))
+        """Apply a function to each block of draws and join what it returns along the axis of the inputs."""
+        return self._joined((function(*block) for block in self._blocks(draws or self.num_draws)), axis)
+
+    def _laws(self, copies: int = 1) -> Iterator[tuple[slice, distributions.Distribution]]:
+        """Slices of the inputs with the law of each target on its own, an equally weighted mixture over the leading axis.
+
+        Blocks are so small that `copies` of them fit.
+        """
+        for rows, outputs, weights in self._blocks(copies * self.num_draws):
+            yield rows, self.likelihood(outputs, weights)
+
+    def _first_law(self) -> distributions.Distribution:
+        """That of the first input alone."""
+        return self.likelihood(*self._draws(slice(0, min(1, self.num_inputs))))
+
+    def _law_of_functions(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and standard deviation of E[y | f], [N, ...], where its law is a Gaussian; None where it is that of the draws."""
+        return None
+
+    def _over_laws(
+        self, function: Callable[[slice, Any], Sequence[Tensor]], axis: int = 0, copies: int = 1
+    ) -> tuple[Tensor, ...]:
+        """Apply a function to each block of `_laws` and join what it returns along the axis of the inputs."""
+        return self._joined((function(*block) for block in self._laws(copies)), axis)
+
+    @torch.no_grad()
+    def _joined(self, results: Iterator[Sequence[Tensor]], axis: int = 0) -> tuple[Tensor, ...]:
+        """All inputs' results from those of blocks: put into place at once, for small pieces would lie between large ones."""
+        whole: list[Tensor] = []
+        start = 0
+        for values in results:
+            if not whole:
+                shapes = [(*v.shape[:axis], self.num_inputs, *v.shape[axis + 1 :]) for v in values]
+                types = [self._dtype if v.is_floating_point() else v.dtype for v in values]
+                whole = [v.new_empty(shape, dtype=dtype) for v, shape, dtype in zip(values, shapes, types)]
+            count = values[0].shape[axis]
+            for v, target in zip(values, whole):
+                target.narrow(axis, start, count).copy_(v)
+            start += count
+        return tuple(whole)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Summaries: one pass
@@ -258,24 +292,40 @@ class Predictive:
 
         A draw explains all outputs of an input together: outputs are summed inside a draw, before the mixture.
         """
-        targets = self._targets(y)
+        return self._log_density(self._targets(y))
+
+    def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log_prob` of checked targets, those alone that were `observed` (a mask shaped like them; None: all)."""
 
         def density(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> Sequence[Tensor]:
             each = self.likelihood.log_prob(outputs, targets[rows].to(outputs.device), weights)
+            if observed is not None:
+                each = torch.where(observed[rows].to(outputs.device), each, 0.0)
             each = each.flatten(2).sum(-1) if each.ndim > 2 else each
             return (each.logsumexp(0) - math.log(self.num_draws),)
 
         return self._collect(density)[0]
+
+    def _log_probs(self) -> Tensor:
+        """The log of (1/S) Σ_s p(y = c | f_s), [N, ..., C], without the underflow of the probabilities themselves."""
+        binary = self.likelihood.kind == "binary"
+
+        def logs(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001
+            logits = torch.stack([-law.logits, law.logits], -1) if binary else law.logits
+            each = F.logsigmoid(logits) if binary else logits.log_softmax(-1)
+            return (each.logsumexp(0) - math.log(len(each)),)
+
+        return self._over_laws(logs)[0]
 
     def cdf(self, y: Any) -> Tensor:
         """P(y_n ≤ y) of each target on its own, shaped like the targets: (1/S) Σ_s F_s(y)."""
         self._need("cdf", ("continuous", "counts"), "classes have no order; use probs")
         targets = self._targets(y)
 
-        def below(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> Sequence[Tensor]:
-            return (mixture_cdf(self.likelihood(outputs, weights), targets[rows].to(outputs)),)
+        def below(rows: slice, law: Any) -> Sequence[Tensor]:
+            return (mixture_cdf(law, targets[rows].to(law.mean)),)
 
-        return self._collect(below)[0]
+        return self._over_laws(below)[0]
 
     def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor:
         """F⁻¹(q) of the mixture for each target on its own, to about 1e-12 in F; a leading axis for several q.
@@ -288,11 +338,10 @@ class Predictive:
             raise ValueError(f"q must be a number or a list of numbers strictly between 0 and 1, got {q!r}")
         find = mixture_count_quantile if self.likelihood.kind == "counts" else mixture_quantile
 
-        def invert(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> Sequence[Tensor]:  # noqa: ARG001
-            distribution = self.likelihood(outputs, weights)
-            return (torch.stack([find(distribution, float(level)) for level in levels.reshape(-1)]),)
+        def invert(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001
+            return (torch.stack([find(law, float(level)) for level in levels.reshape(-1)]),)
 
-        values = self._collect(invert, axis=1)[0]
+        values = self._over_laws(invert, axis=1)[0]
         return values if levels.ndim else values[0]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:

@@ -244,7 +244,8 @@ def _decoded(stored: Any, given: Any, name: str, expected: type) -> Any:
         return given
     if _has_opaque(stored):
         who = stored.get("opaque") or f"{stored.get('type')}, which contains code of your own,"
-        raise ValueError(f"the {name} {who} is your own code and not in the file: pass {name}= again")
+        what = "another posterior" if who.startswith("Earlier(") else "your own code"
+        raise ValueError(f"the {name} {who} is {what} and not in the file: pass {name}= again")
     return serialise.decode(stored, expect=expected)
 
 

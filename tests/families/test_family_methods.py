@@ -205,7 +205,8 @@ def test_matrix_normal_is_exact_for_several_outputs(covariance: Any) -> None:
     x, _, _ = problem.data()
     y = torch.cat([x @ torch.tensor([1.0, -1.0, 0.5]).double()[:, None], x.sum(1, keepdim=True)], 1)
     method = pl.MatrixNormal(
-        covariance=covariance, epochs=800 if covariance == "full" else 400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, samples=2,
+        covariance=covariance, epochs=800 if covariance == "full" else 400, batch_size=None, lr=Cosine(0.1),
+        initial_scale=0.1, samples=2,
         landing=covariance == "full", antithetic=covariance == "diagonal",
     )  # fmt: skip
     torch.manual_seed(0)

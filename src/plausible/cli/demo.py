@@ -33,7 +33,7 @@ import plausible
 from plausible import methods, metrics
 from plausible.cli.errors import one_line
 from plausible.likelihoods import Categorical, Gaussian, Likelihood
-from plausible.methods import IVON, MAP, SGLD, Ensemble, FullRank, MeanField, Method
+from plausible.methods import IVON, MAP, SGLD, Ensemble, FullRank, Laplace, MeanField, Method
 from plausible.posterior import Posterior
 from plausible.schedules import Cosine
 
@@ -206,12 +206,14 @@ ABOUT = {
     "mean-field": "Independent Gaussians over the weights, by a bound on the evidence. With many weights for few data the bound "
     "prefers a plain curve and much noise: a known failing of this family, and here it shows.",
     "ivon": "The same Gaussians by natural gradients, with the curvature read off the noise.",
+    "laplace": "A Gaussian around the mode with the curvature there, for the linearised network: on the curve over all weights, "
+    "with the prior and the noise that the evidence prefers; on the digits over the last layer.",
     "full-rank": "One Gaussian over all weights with all their correlations, by the same bound.",
 }
 
 
 def _entries(
-    point: MAP, ensemble: Ensemble, walk: SGLD, chains: Ensemble, gaussians: MeanField, natural: IVON
+    point: MAP, ensemble: Ensemble, walk: SGLD, chains: Ensemble, gaussians: MeanField, natural: IVON, mode: Laplace
 ) -> list[Entry]:
     return [
         Entry("map", "MAP", point, ABOUT["map"]),
@@ -220,6 +222,7 @@ def _entries(
         Entry("sgld-chains", "SGLD chains", chains, ABOUT["sgld-chains"].format(members=chains.members), "ensemble"),
         Entry("mean-field", "mean-field", gaussians, ABOUT["mean-field"]),
         Entry("ivon", "IVON", natural, ABOUT["ivon"]),
+        Entry("laplace", "Laplace", mode, ABOUT["laplace"]),
     ]
 
 
@@ -237,6 +240,7 @@ def _regression_methods(quick: bool) -> list[Entry]:
         ),
         MeanField(epochs=100 if quick else 2000, batch_size=None, lr=Cosine(0.02)),
         IVON(epochs=100 if quick else 2000, batch_size=None),
+        Laplace("full", mode=point, tune="layer", rounds=1 if quick else 5, polish=20 if quick else None),
     )
     return [*known, Entry("full-rank", "full-rank", correlated, ABOUT["full-rank"])]
 
@@ -252,6 +256,7 @@ def _digit_methods(quick: bool) -> list[Entry]:
                  members=3 if quick else 5),
         MeanField(epochs=20 if quick else 100, batch_size=100, lr=Cosine(0.02)),
         IVON(epochs=20 if quick else 100, batch_size=100),
+        Laplace("kron", where="last", mode=point, polish=5 if quick else 50),
     )  # fmt: skip
 
 

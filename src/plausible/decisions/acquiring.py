@@ -29,7 +29,7 @@ def bald(predictive: Any) -> Tensor:
         return uncertainty_score(_checked(predictive), "mutual_information")
     _checked(predictive)
 
-    def information(_: slice, given: Any) -> Tensor:
+    def log_noise(_: slice, given: Any) -> Tensor:
         base = given
         while isinstance(base, Affine):
             base = base.base
@@ -38,11 +38,12 @@ def bald(predictive: Any) -> Tensor:
                 f"bald knows classes and Gaussian likelihoods, predictive has {predictive.likelihood}: use "
                 "epistemic_variance or expected_variance_reduction"
             )
-        noise = given.variance
-        total = noise.mean(0) + given.mean.var(0, correction=0)
-        return 0.5 * (total.log() - noise.log().mean(0)).clamp(min=0)
+        return given.variance.log().mean(0)
 
-    return gathered(predictive, information, what="an information")
+    conditional = gathered(predictive, log_noise, draws=predictive.num_draws, what="an information")
+    total = double(predictive.variance)[0].cpu()
+    refuse(~torch.isfinite(total), "the variance of predictive must be finite")
+    return 0.5 * (total.log() - conditional).clamp(min=0)
 
 
 def epistemic_variance(predictive: Any) -> Tensor:

@@ -10,13 +10,14 @@ The mixture over draws has the mean of its components.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, distributions
 
 from plausible.decisions.inputs import aligned, filled, gathered, need, rows_of, target_shape
-from plausible.distributions import Affine, NegativeBinomial, Poisson, StudentT
+from plausible.distributions import Affine, Mixture, NegativeBinomial, Poisson, StudentT
 from plausible.metrics.inputs import NUMBERS, sampled
 from plausible.predictive import Predictive
 
@@ -56,6 +57,8 @@ def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     if isinstance(given, Affine):
         side = (threshold - given.loc) / given.scale
         return given.scale.abs() * torch.where(given.scale > 0, excess(given.base, side), shortfall(given.base, side))
+    if isinstance(given, Mixture):
+        return _mixed(given, excess, threshold)
     if isinstance(given, distributions.Normal):
         z = (given.loc - threshold) / given.scale
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
@@ -80,11 +83,19 @@ def shortfall(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     if isinstance(given, Affine):
         side = (threshold - given.loc) / given.scale
         return given.scale.abs() * torch.where(given.scale > 0, shortfall(given.base, side), excess(given.base, side))
+    if isinstance(given, Mixture):
+        return _mixed(given, shortfall, threshold)
     if isinstance(given, distributions.Normal):
         return excess(distributions.Normal(-given.loc, given.scale, validate_args=False), -threshold)
     if isinstance(given, StudentT):
         return excess(StudentT(given.df, -given.loc, given.scale), -threshold)
     return (excess(given, threshold) - given.mean + threshold).clamp(min=0)
+
+
+def _mixed(given: Mixture, side: Callable[[distributions.Distribution, Tensor], Tensor], threshold: Tensor) -> Tensor:
+    """Σ_q w_q E(Y_q − t)₊; infinite where Y has no mean."""
+    value = given.average(side(given.base, threshold))
+    return value if given.order > 1 else torch.full_like(value, math.inf)
 
 
 def _raised(given: Poisson | NegativeBinomial) -> Poisson | NegativeBinomial:

@@ -47,18 +47,22 @@ def filled(values: Any, name: str) -> Tensor:
 def gathered(
     predictive: Predictive, function: Callable[[slice, Any], Tensor], axis: int = 0, draws: int = 0, what: str = ""
 ) -> Tensor:
-    """function(rows, distribution of these rows with S draws leading), block by block, joined along the inputs' axis."""
+    """function(rows, law of each target of these rows), block by block, joined along the inputs' axis.
+
+    With `draws` it is given the distributions of the S draws, [S, n, *O], which belong together over outputs and inputs.
+    """
     with torch.no_grad():
-        parts = [function(rows, given) for rows, given in blocks(predictive, draws)]
+        given = blocks(predictive, draws) if draws else predictive._laws()
+        parts = [function(*block) for block in given]
     values = double(torch.cat(parts, axis))[0].cpu()
     if bool(values.isnan().any()):
         raise ValueError(f"predictive gives {what or 'a value'} of NaN: its outputs are not finite, or it has no mean")
     return values
 
 
-def blocks(predictive: Predictive, draws: int = 0) -> Iterator[tuple[slice, distributions.Distribution]]:
+def blocks(predictive: Predictive, draws: int) -> Iterator[tuple[slice, distributions.Distribution]]:
     """Rows and their distributions, [S, n, *O], in float64; so small that `draws` of them fit into memory."""
-    for rows, outputs, weights in predictive._blocks(draws or predictive.num_draws):
+    for rows, outputs, weights in predictive._blocks(draws):
         yield rows, predictive.likelihood(outputs, weights)
 
 
@@ -83,7 +87,7 @@ def draw_probabilities(predictive: Any, purpose: str) -> Iterator[tuple[slice, T
         return
     need(predictive, CLASSES, f"but {purpose} is about classes here", "a likelihood of classes")
     with torch.no_grad():
-        for rows, given in blocks(predictive):
+        for rows, given in blocks(predictive, predictive.num_draws):
             logits: Tensor = given.logits  # type: ignore[attr-defined]
             probs = logits.exp()
             if predictive.likelihood.kind == "binary":
@@ -128,7 +132,7 @@ def function_draws(values: Any, name: str = "predictive") -> Tensor:
     """E[y | f_s] for one output, [S, N]: of a `Predictive`, or a plain array of draws."""
     if isinstance(values, Predictive):
         need(values, NUMBERS, "but this needs a function with real values", "bald, or decide", name)
-        drawn = gathered(values, lambda _, given: given.mean, axis=1, what="a mean")
+        drawn = gathered(values, lambda _, given: given.mean, axis=1, draws=values.num_draws, what="a mean")
     else:
         drawn = sampled(filled(values, name), name)
     drawn = drawn.squeeze(-1) if drawn.ndim == 3 and drawn.shape[-1] == 1 else drawn

@@ -30,13 +30,14 @@ def expected_improvement(predictive: Any, best: Any, *, maximise: bool = True, o
 
     Močkus (1975); Jones, Schonlau & Welch (1998). For a Gaussian mixture 1/S Σ_s σ_s·(φ(z_s) + z_s·Φ(z_s)) with
     z_s = (μ_s − best)/σ_s, and the closed forms of `expected_excess` for other likelihoods. of="function":
-    1/S Σ_s (E[y | f_s] − best)₊, without noise. `best` is a number, one per input, or one per target.
+    1/S Σ_s (E[y | f_s] − best)₊, without noise; in closed form where f is known to be Gaussian. `best` is a number, one per input,
+    or one per target.
 
     `predictive` is a `Predictive`; draws or samples [S, N, ...], averaged; or a pair (mean, std) [N, ...], taken as a
     Gaussian: `(pred.mean, pred.epistemic.sqrt())` is the smooth version where there are few draws. Cost: one pass.
     """
     chosen("of", of, OF)
-    if (gaussian := _pair(predictive)) is not None:
+    if (gaussian := _pair(predictive, of)) is not None:
         mean, std = gaussian
         level = aligned(best, mean.shape, "best")
         side = _Reflected(mean, std, maximise)
@@ -52,7 +53,7 @@ def probability_of_improvement(predictive: Any, best: Any, *, maximise: bool = T
     It asks how likely, not how large: small safe steps score high.
     """
     chosen("of", of, OF)
-    if (gaussian := _pair(predictive)) is not None:
+    if (gaussian := _pair(predictive, of)) is not None:
         mean, std = gaussian
         return _Reflected(mean, std, maximise).above(aligned(best, mean.shape, "best"))
     if not isinstance(predictive, Predictive):
@@ -84,7 +85,7 @@ def upper_confidence_bound(
     chosen("of", of, OF)
     if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         raise ValueError(f"weight must be a finite number of at least 0, got {weight!r}")
-    if (gaussian := _pair(predictive)) is not None:
+    if (gaussian := _pair(predictive, of)) is not None:
         mean, std = gaussian
     elif isinstance(predictive, Predictive):
         need(predictive, NUMBERS, "but bounds are about numbers", "decide with a utility matrix")
@@ -143,7 +144,7 @@ def _over_functions(predictive: Predictive, best: Any, score: Any, maximise: boo
         refuse(~torch.isfinite(given.mean), "the means of predictive must be finite")
         return score(sign * (given.mean - rows_of(level, rows, given.mean))).mean(0)
 
-    return gathered(predictive, average)
+    return gathered(predictive, average, draws=predictive.num_draws)
 
 
 def _named(best: Any, predictive: Any) -> Tensor:
@@ -154,8 +155,10 @@ def _named(best: Any, predictive: Any) -> Tensor:
     return aligned(best, sampled(filled(predictive, "predictive")).shape[1:], "best")
 
 
-def _pair(predictive: Any) -> tuple[Tensor, Tensor] | None:
-    """(mean, std) of a tuple, checked."""
+def _pair(predictive: Any, of: str) -> tuple[Tensor, Tensor] | None:
+    """(mean, std) of a tuple, checked, or of functions whose law is known to be Gaussian."""
+    if isinstance(predictive, Predictive) and of == "function":
+        predictive = predictive._law_of_functions()
     if not isinstance(predictive, tuple):
         return None
     if len(predictive) != 2:

@@ -69,6 +69,7 @@ class Fitted(NamedTuple):
     mode: str
     interrupted: bool = False
     prepared: Any = None
+    progress: bool | None = None
 
 
 def iterate(method: Method, model: Model, data: Data, options: Options) -> Fitted:
@@ -118,7 +119,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
-    members = None if getattr(method, "shares_batches", False) else method.members
+    members = None if method.shares_batches else method.members
     source = Source(
         data, plan, seed=options.seed, members=members, numbers=team.member_numbers,
         place=(team.rank, team.size) if team.divides else None,
@@ -431,6 +432,8 @@ class _Run:
         checkpoints.set_random_states({f"random.{name}": state for name, state in generators.items()}, self.device)
 
     def _caption(self, rows: dict[str, Tensor]) -> str:
+        if not rows:
+            return ""
         name, values = next(iter(rows.items()))
         value = float(values[-1].mean())
         return f"{name.replace('_', ' ')} {value:,.1f}" if abs(value) < 1e7 else f"{name.replace('_', ' ')} {value:.3g}"
@@ -509,6 +512,7 @@ class _Run:
             self.mode,
             interrupted,
             self.model.prepared,
+            self.options.progress,
         )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plausible.methods.full_rank import FullRank
     from plausible.methods.graves import Graves
     from plausible.methods.ivon import IVON
+    from plausible.methods.laplace import Laplace
     from plausible.methods.low_rank import LowRank
     from plausible.methods.map import MAP
     from plausible.methods.matrix_normal import MatrixNormal
@@ -38,6 +39,7 @@ __all__ = [
     "Flow",
     "FullRank",
     "Graves",
+    "Laplace",
     "LowRank",
     "MatrixNormal",
     "MeanField",
@@ -59,6 +61,7 @@ _HOMES = {
     "FullRank": "full_rank",
     "Graves": "graves",
     "IVON": "ivon",
+    "Laplace": "laplace",
     "LowRank": "low_rank",
     "MAP": "map",
     "MatrixNormal": "matrix_normal",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plausible.methods.base import create, registry
+from plausible.methods.base import Method, create, registry
 from plausible.tabular import listed, nearest
 
 
@@ -14,21 +14,23 @@ def assemble(name: Any, settings: Mapping[str, Any]) -> Any:
     """The method with these settings, the inner one first where it is a combinator."""
     default: Any = create(name)
     own = {field.name for field in dataclasses.fields(default)}
-    inner = getattr(default, "method", None) if "method" in own else None
-    if inner is None:
+    slot = next((name for name in ("method", "mode") if isinstance(getattr(default, name, None), Method)), "")
+    whole = slot == "mode" and not isinstance(settings.get(slot, ""), str)  # given as an object, or none
+    if not slot or whole:
         refuse_unknown(settings, own, type(default).__name__)
         return dataclasses.replace(default, **settings)
-    chosen = settings.get("method", inner.name)
+    inner = getattr(default, slot)
+    chosen = settings.get(slot, inner.name)
     if not isinstance(chosen, str):
-        raise ValueError(f"method={chosen}: the name of a method was expected; known: {listed(registry)}")
-    passed = {key.removeprefix("method."): value for key, value in settings.items() if key not in own}
+        raise ValueError(f"{slot}={chosen}: the name of a method was expected; known: {listed(registry)}")
+    passed = {key.removeprefix(f"{slot}."): value for key, value in settings.items() if key not in own}
     if chosen == inner.name:
         refuse_unknown(passed, {field.name for field in dataclasses.fields(inner)}, type(default).__name__, own)
         built = dataclasses.replace(inner, **passed)
     else:
         built = assemble(chosen, passed)
-    kept = {key: value for key, value in settings.items() if key in own and key != "method"}
-    return dataclasses.replace(default, method=built, **kept)
+    kept = {key: value for key, value in settings.items() if key in own and key != slot}
+    return dataclasses.replace(default, **{slot: built}, **kept)
 
 
 def refuse_unknown(settings: Mapping[str, Any], known: Iterable[str], who: str, outer: Iterable[str] = ()) -> None:

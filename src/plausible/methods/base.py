@@ -128,6 +128,7 @@ class Method:
     divisible: ClassVar[bool] = (
         True  # whether its batches can be divided among ranks: gradients come from `model.gradient`
     )
+    shares_batches: ClassVar[bool] = False  # whether all members see the same batches
     shaping: ClassVar[tuple[str, ...]] = ()  # numbers among its settings that are used before the first step
 
     def __init_subclass__(cls, **keywords: Any):

@@ -65,7 +65,7 @@ def labelled(predictive: Any, y: Any, mask: Any = None) -> Labelled:
         probs, binary = class_probabilities(predictive), predictive.likelihood.kind == "binary"
 
         def logs() -> Tensor:
-            return _log_mixture(predictive).reshape(-1, probs.shape[-1])[observed.flatten()]
+            return double(predictive._log_probs())[0].cpu().reshape(-1, probs.shape[-1])[observed.flatten()]
     else:
         probs, target, observed, floor = _raw_labelled(predictive, y, mask)
         binary = len(floor) == 2
@@ -195,18 +195,6 @@ def _targets(y: Any, mask: Any) -> tuple[Tensor, Tensor]:
     if not bool(observed.any()):
         raise ValueError("mask hides every target: nothing is left to measure")
     return target, observed
-
-
-def _log_mixture(predictive: Predictive) -> Tensor:
-    """The log of (1/S) Σ_s p(y = c | f_s), [N, ..., C], without the underflow of the probabilities themselves."""
-    binary = predictive.likelihood.kind == "binary"
-
-    def logs(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor]:  # noqa: ARG001
-        logits: Tensor = predictive.likelihood(outputs, weights).logits  # type: ignore[attr-defined]
-        each = F.logsigmoid(torch.stack([-logits, logits], -1)) if binary else logits.log_softmax(-1)
-        return (each.logsumexp(0) - torch.log(each.new_tensor(float(len(each)))),)
-
-    return double(predictive._collect(logs)[0])[0].cpu()
 
 
 def _need_kind(predictive: Predictive, kinds: tuple[str, ...], what: str) -> None:

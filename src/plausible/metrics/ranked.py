@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributions
 
-from plausible.distributions import Affine, location_scale
+from plausible.distributions import Affine, components, location_scale
 from plausible.metrics.inputs import NUMBERS, numeric, predictive_targets, whole
 from plausible.predictive import Predictive
 from plausible.special import double
@@ -62,21 +62,23 @@ def sample_crps(drawn: Tensor, target: Tensor) -> Tensor:
 
 
 def _gaussian(predictive: Predictive) -> bool:
-    """Whether each draw is a Gaussian, asked of the distribution of one input."""
-    outputs, weights = predictive._draws(slice(0, 1))
-    base: Any = predictive.likelihood(outputs, weights)
+    """Whether this is a mixture of Gaussians, asked of the law of one input."""
+    base: Any = components(predictive._first_law())[0]
     while isinstance(base, Affine):
         base = base.base
     return isinstance(base, distributions.Normal)
 
 
 def _mixture_crps(predictive: Predictive, target: Tensor) -> Tensor:
-    def score(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor]:
-        mean, scale = torch.broadcast_tensors(*location_scale(predictive.likelihood(outputs, weights)))
-        y = target[rows].to(mean)
-        return (_expected_distance(y - mean, scale.square()).mean(0) - half_spread(mean, scale),)
+    def score(rows: slice, law: Any) -> tuple[Tensor]:
+        mixed, weight = components(law)
+        mean, scale = torch.broadcast_tensors(*location_scale(mixed))
+        y, weight = target[rows].to(mean), weight.to(mean)
+        return (
+            (weight * _expected_distance(y - mean, scale.square())).sum(0) - half_spread(mean, scale, weight=weight),
+        )
 
-    return predictive._collect(score, draws=3 * predictive.num_draws)[0]
+    return predictive._over_laws(score, copies=3)[0]
 
 
 def _expected_distance(mean: Tensor, variance: Tensor) -> Tensor:
@@ -87,13 +89,14 @@ def _expected_distance(mean: Tensor, variance: Tensor) -> Tensor:
     return 2 * scale * density + mean * torch.erf(z / math.sqrt(2))
 
 
-def half_spread(mean: Tensor, scale: Tensor, how: str = "auto") -> Tensor:
-    """½ E|Y − Y′| for two independent draws of the mixture of N(mean_s, scale_s²), [S, …] → [...].
+def half_spread(mean: Tensor, scale: Tensor, how: str = "auto", weight: Tensor | None = None) -> Tensor:
+    """½ E|Y − Y′| for two independent draws of the mixture Σ w_s N(mean_s, scale_s²), [S, …] → [...]; w [S, 1, …], None: equal.
 
     "pairs": the closed form over all pairs, by S/2 cyclic shifts. "grid": ∫ F(1 − F) dz by the trapezoidal rule, whose
     error for Gaussians falls so fast that it reaches rounding with steps of half the least scale.
     """
     draws = len(mean)
+    weight = mean.new_full((1,) * mean.ndim, 1 / draws) if weight is None else weight
     reach = _REACH * scale.amax(0)
     low, width = mean.amin(0) - reach, mean.amax(0) - mean.amin(0) + 2 * reach
     need = float((width / (_MESH * scale.amin(0))).max())
@@ -102,12 +105,12 @@ def half_spread(mean: Tensor, scale: Tensor, how: str = "auto") -> Tensor:
         step = width / (points - 1)
         total = torch.zeros_like(low)
         for index in range(points):
-            below = torch.special.ndtr((low + index * step - mean) / scale).mean(0)
+            below = (weight * torch.special.ndtr((low + index * step - mean) / scale)).sum(0)
             total += below * (1 - below)
         return total * step
     variance = scale.square()
-    total = scale.mean(0) * (2 / math.sqrt(math.pi) / draws)  # s = t: A(0, 2σ²) = 2σ/√π
+    total = (weight.square() * scale).sum(0) * (2 / math.sqrt(math.pi))  # s = t: A(0, 2σ²) = 2σ/√π
     for shift in range(1, draws // 2 + 1):
-        pairs = _expected_distance(mean - mean.roll(shift, 0), variance + variance.roll(shift, 0)).mean(0)
-        total = total + pairs * ((1 if 2 * shift == draws else 2) / draws)
+        pairs = _expected_distance(mean - mean.roll(shift, 0), variance + variance.roll(shift, 0))
+        total = total + (weight * weight.roll(shift, 0) * pairs).sum(0) * (1 if 2 * shift == draws else 2)
     return 0.5 * total

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from plausible.metrics.inputs import labelled, point_predictions, predictive_targets
 from plausible.predictive import Predictive
@@ -25,7 +21,8 @@ def log_likelihood(predictive: Any, y: Any, *, mask: Any = None) -> float:
         return float(each.sum() / len(found.rows.unique()))
     target, observed = predictive_targets(predictive, y, mask)
     rows = observed.reshape(len(observed), -1).any(-1)
-    density = (predictive.log_prob(target) if bool(observed.all()) else _masked(predictive, target, observed)).cpu()
+    whole = bool(observed.all())
+    density = (predictive.log_prob(target) if whole else predictive._log_density(target, observed)).cpu()
     if bool(density[rows].isnan().any()):
         raise ValueError("predictive gives a log density of NaN: its outputs are not finite")
     return float(density[rows].double().mean())
@@ -68,14 +65,3 @@ def mae(predictive: Any, y: Any, *, mask: Any = None) -> float:
     """
     mean, target = point_predictions(predictive, y, mask)
     return float((mean - target).abs().mean())
-
-
-def _masked(predictive: Predictive, target: Tensor, observed: Tensor) -> Tensor:
-    """The log of (1/S) Σ_s Π_{o observed} p(y_no | f_s(x_n)_o), [N]."""
-
-    def density(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor]:
-        each = predictive.likelihood.log_prob(outputs, target[rows].to(outputs.device), weights)
-        each = torch.where(observed[rows].to(outputs.device), each, 0.0)
-        return ((each.flatten(2).sum(-1) if each.ndim > 2 else each).logsumexp(0) - math.log(predictive.num_draws),)
-
-    return predictive._collect(density)[0]

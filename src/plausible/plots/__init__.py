@@ -5,6 +5,7 @@ those of the current matplotlib style. Needs the extra `plot`.
 """
 
 from plausible.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.plots.evidence import evidence
 from plausible.plots.examples import example_images, example_rows
 from plausible.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
 from plausible.plots.regression import predictions, predictive_band
@@ -15,6 +16,7 @@ from plausible.plots.traces import chain_trace, ess_growth, rank_histogram, trai
 __all__ = [
     "chain_trace",
     "ess_growth",
+    "evidence",
     "example_images",
     "example_rows",
     "ood_histogram",

@@ -18,6 +18,13 @@ NAMES = {
     "singh": "singh",
     "singh-faithful": "singh",
     "gradient-variance": "gradient_variance",
+    "permuted-mnist": "permuted_mnist",
+    "laplace-lora": "adapters",
+    "mackay": "mackay",
+    "neal": "mackay",
+    "immer-2021": "immer",
+    "in-between": "in_between",
+    "last-layer": "last_layer",
 }
 """Name of each reproduction → the file it is in."""
 

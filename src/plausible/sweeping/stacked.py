@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Stacked(Method):
     method: Method
     settings: tuple[Settings, ...]
 
-    shares_batches = True
+    shares_batches: ClassVar[bool] = True
 
     @property
     def members(self) -> int:  # type: ignore[override]
@@ -72,8 +72,7 @@ class Stacked(Method):
 
     def prepare(self, model: Model, data: Data) -> Model:
         """As the members ask."""
-        method, own = self.one(model, 0)  # also settles `_shaped`, before anything is compiled
-        assert self._shaped is not None
+        method, own = self.one(model, 0)
         return model.with_prepared(method.prepare(own, data).prepared)
 
     def start(self, model: Model, key: Tensor) -> StackedState:

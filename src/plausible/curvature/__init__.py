@@ -1,0 +1,21 @@
+"""Curvature of the log-likelihood in the weights: products without the Jacobian, and structures added up over the data."""
+
+from plausible.curvature import losses
+from plausible.curvature.linearising import Layer, Linearisation, Part
+from plausible.curvature.low_rank import leading
+from plausible.curvature.products import empirical_product, ggn_product, hessian_product, log_joint_gradient
+from plausible.curvature.structures import Curvature, estimate
+
+__all__ = [
+    "Curvature",
+    "Layer",
+    "Linearisation",
+    "Part",
+    "empirical_product",
+    "estimate",
+    "ggn_product",
+    "hessian_product",
+    "leading",
+    "log_joint_gradient",
+    "losses",
+]
