@@ -262,7 +262,9 @@ class Dense(Block):
 
     def _whole(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         assert self.matrix is not None
-        return (scale * self.matrix + torch.diag(flat_precision(self.layers, precision))).double()
+        whole = scale.double() * self.matrix.double()
+        whole.diagonal().add_(flat_precision(self.layers, precision))  # in place: these matrices are large
+        return whole
 
     def _factor(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """The Cholesky factor; that of the last question is kept."""

@@ -58,9 +58,9 @@ def _kronecker(first: Kronecker, second: Kronecker) -> Kronecker:
         outer.append((term.out * term.values.sum(2)[:, None]) @ term.out.transpose(-1, -2))
         if term.into is not None:
             inner.append((term.into * term.values.sum(1)[:, None]) @ term.into.transpose(-1, -2))
-    basis = {"out": _eigen(outer[0] + outer[1])[1]}
+    basis = {"out": _eigen(outer[0] + outer[1])[1].to(first.out)}
     if inner:  # tables have the standard basis on that side
-        basis["into"] = _eigen(inner[0] + inner[1])[1]
+        basis["into"] = _eigen(inner[0] + inner[1])[1].to(first.out)
     values = torch.stack([_diagonal(term, basis["out"], basis.get("into")) for term in terms]).sum(0)
     return Kronecker.restored(first.layers, {"values": values, **basis})
 

@@ -153,6 +153,12 @@ class Laplace(Method):
         if isinstance(self.where, int) and self.where > total:
             raise ValueError(f"Laplace: where={self.where} asks for more weights than there are ({total:,})")
         needed = 5 * self.where**2 if isinstance(self.where, int) else forecast(layers, self.structure, self.rank)
+        log.info(
+            "curvature %r of %s weights: about %.1f MiB",
+            self.structure,
+            f"{total:,}",
+            first.element_size() * needed / 2**20,
+        )
         require(first.element_size() * needed, first.device, self.structure)
 
     def start(self, model: Model, key: Tensor) -> Any:
