@@ -71,7 +71,7 @@ def contests() -> list[Contest]:
         Contest("fit, Kronecker, last layer", replace(fit, **last), every, 1),
         Contest("fit, full, last layer", replace(fit, structure="full", **last), dict.fromkeys(PEERS, 1_000), 1),
         Contest("predict, Kronecker, all weights", predict, most, 50),
-        Contest("predict, diagonal, all weights", replace(predict, structure="diag"), most, 50),
+        Contest("predict, diagonal, all weights", replace(predict, structure="diag"), {"backpack": 50}, 50),
         Contest("predict, Kronecker, last layer", replace(predict, rows=1_000, **last), dict.fromkeys(most, 1_000), 1),
     ]  # fmt: skip
 
