@@ -227,3 +227,11 @@ def test_without_matplotlib_the_error_says_what_to_install():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'plausible[plot]'" in found.stdout
+
+
+def test_rows_of_yes_and_no_with_an_axis_of_one_label() -> None:
+    law = pl.Predictive.from_functions(torch.randn(10, 30, 1), pl.likelihoods.Bernoulli())
+    plots.example_rows({"a": list(range(30))}, law, (torch.rand(30, 1) > 0.5).float())
+    several = pl.Predictive.from_functions(torch.randn(10, 30, 2), pl.likelihoods.Bernoulli())
+    with pytest.raises(ValueError, match="2 targets"):
+        plots.example_rows({"a": list(range(30))}, several)

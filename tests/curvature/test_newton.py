@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plausible.curvature.blocks import Dense
-from plausible.curvature.linearising import Layer
+from plausible.curvature.layers import Layer
 from plausible.curvature.newton import climbed
 from plausible.curvature.structures import Curvature
 from plausible.weights import Weights

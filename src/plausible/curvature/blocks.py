@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.curvature.linearising import Layer, Part
+from plausible.curvature.layers import Layer, Part
 from plausible.special import widest
 from plausible.weights import Weights
 

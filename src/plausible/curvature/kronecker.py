@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plausible.curvature.blocks import KINDS, WIDE, Block
-from plausible.curvature.linearising import Layer, Part
+from plausible.curvature.layers import Layer, Part
 from plausible.weights import Weights
 
 Sharing = Literal["expand", "reduce"]

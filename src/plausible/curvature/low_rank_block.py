@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plausible.curvature.blocks import KINDS, Block, flat, flat_precision, named, weighted_gram
-from plausible.curvature.linearising import Layer, Part
+from plausible.curvature.layers import Layer, Part
 from plausible.weights import Weights
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from plausible.curvature import losses
 from plausible.curvature.blocks import KINDS, Block, Dense, Diagonal, flat, named
 from plausible.curvature.kronecker import Kronecker, Sharing
-from plausible.curvature.linearising import Layer, Linearisation, Part
+from plausible.curvature.layers import Layer, Part
+from plausible.curvature.linearising import Linearisation
 from plausible.curvature.low_rank_block import LowRank
 from plausible.curvature.subset import Subset
 from plausible.curvature.tally import Tally

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plausible.curvature.linearising import Part
+from plausible.curvature.layers import Part
 from plausible.data import Batch
 from plausible.differentiation import value_and_gradient
 from plausible.model import Model

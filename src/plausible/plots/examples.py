@@ -66,7 +66,10 @@ def example_rows(
     """
     picked = ranked(predictive, count, certain).tolist()
     if probability_kind(predictive):
-        probs = metrics.inputs.class_probabilities(predictive).numpy()
+        probs = metrics.inputs.class_probabilities(predictive).numpy()  # [N, C], or with an axis of one label between
+        if probs.size != len(predictive) * probs.shape[-1]:
+            raise ValueError(f"predictive has {probs.shape[1]} targets; a table of examples shows one")
+        probs = probs.reshape(len(predictive), -1)
         best = probs.argmax(-1)
         said = [f"{best[i] if classes is None else classes[int(best[i])]} ({probs[i, best[i]]:.0%})" for i in picked]
         truth = [] if y is None else [f"{int(y[i]) if classes is None else classes[int(y[i])]}" for i in picked]
