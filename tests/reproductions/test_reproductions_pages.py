@@ -166,3 +166,16 @@ def test_reduced_runs_meet_their_own_expectation(name: str, data_folder: Path, t
             if isinstance(claim, Bound) and (claim.low, claim.high) != (None, None):
                 judged = claim.judge(results)
                 assert judged.verdict in (("met", "not run") if few else ("met",)), f"{part.key}: {judged}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_can_be_drawn_from_any_one_cell(name: str, tiny: Path) -> None:
+    """As `--cells` leaves them."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+
+    found = load(name)
+    results = Folder(tiny, name, "tiny").results(found)
+    for part in found.parts:
+        for cell in [cell for cell in results if part.draw is not None and cell in part.cells.get("tiny", ())]:
+            part.draw({cell: results[cell]})
+            pyplot.close("all")

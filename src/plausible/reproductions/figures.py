@@ -63,7 +63,8 @@ def error_curves(ax: Axes, results: Results, lines: Mapping[str, str], *, top: f
         ax.set_ylim(max(0.0, low - 0.15 * (high - low) - 0.05), top or high + 0.35 * (high - low) + 0.1)
     ax.set(xlabel="epoch", ylabel="test error (%)")
     ax.grid(alpha=0.3)
-    ax.legend()
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend()
 
 
 def histogram(ax: Axes, edges: Sequence[float], shares: Sequence[float], label: str, colour: str) -> None:

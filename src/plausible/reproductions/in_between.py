@@ -260,11 +260,13 @@ def draw_bands(results: Results) -> Figure:
                 ax.set_title(words, fontsize="small")
         row[0].set_ylabel(DATA[data], fontsize="small")
         truth = look(results, f"{data}-limit")
-        ends = [m + sign * 3 * s for m, s in zip(truth["mean"][0], truth["std"][0]) for sign in (-1, 1)]
-        row[0].set_ylim(min(ends), max(ends))
+        if truth is not None:
+            ends = [m + sign * 3 * s for m, s in zip(truth["mean"][0], truth["std"][0]) for sign in (-1, 1)]
+            row[0].set_ylim(min(ends), max(ends))
     for ax in axes[-1]:
         ax.set_xlabel("λ", fontsize="small")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    drawn = next((ax for row in axes for ax in row if ax.get_legend_handles_labels()[0]), axes[0][0])
+    handles, labels = drawn.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
