@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -312,7 +313,7 @@ def assemble(method: Method) -> Team:
             return Team()
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        atexit.register(_leave)
     if dist.get_world_size() < 2:
         return Team()
     if method.members is None:
@@ -333,6 +334,17 @@ def local_rank() -> int:
 
 
 _groups: dict[int, tuple[Any, Any]] = {}
+
+
+def _leave() -> None:
+    """Give the groups back while the interpreter still runs, so that their threads end here.
+
+    A thread of gloo's that lets go of the last tensor of a message after the interpreter has begun to end aborts the process.
+    """
+    _groups.clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _control_group() -> Any:
