@@ -20,7 +20,8 @@ from plausible.data import Data, StreamData, take
 from plausible.engine.progress import Progress
 from plausible.laplace_posterior import LaplacePosterior, centre, gaussian_rule, rule_centre
 from plausible.model import Model
-from plausible.priors import Gaussian, Prior, as_prior
+from plausible.priors import Gaussian, Hierarchical, Prior, as_prior
+from plausible.priors.composed import leaves
 from plausible.priors.earlier import earlier_posterior
 from plausible.weights import Weights
 
@@ -158,7 +159,7 @@ class Mode:
             if all(gaussian_rule(self.model.prior, n) for n in self.names):
                 residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
                 prior = gaussian_log_prior(residuals, self.precision, masks).cpu()
-            elif earlier_posterior(self.model.prior, self.names, self.weights) is not None:
+            elif any(not self.model.prior.rule(n).independent for n in self.names):
                 prior = self.model.prior.log_prob({n: self.weights[n] for n in self.names}).double().cpu()
             else:
                 each = {n: self.model.prior.elementwise(n, self.weights[n].double()) for n in self.names}
@@ -225,10 +226,11 @@ def check_gaussian(model: Model) -> None:
 def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], structure: str) -> Weights:
     """−∂² log p(w)/∂w² of each element; a 0-d tensor where all elements of a weight have the same.
 
-    Kronecker factors take the mean over a layer. Priors with heavy tails curve the other way far out; there it counts as 0.
+    Kronecker factors take the mean over a layer. Priors with heavy tails curve the other way far out; there it counts as 0. Under
+    hierarchical priors it is E(τ | w), the curvature of the Gaussian that they are given their precisions.
     """
-    found = {}
-    for name in names:
+    found = _expected_precisions(model, weights, names)
+    for name in (name for name in names if name not in found):
         leaf = weights[name].detach().double().requires_grad_()
         with torch.enable_grad():
             total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()  # a flat prior has no graph of its own
@@ -244,10 +246,24 @@ def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], stru
                 value.numel(),
             )
         value = value.clamp(min=0).to(weights[name].dtype)
+        found[name] = value
+    for name, value in found.items():
         alike = bool(torch.isclose(value, value.flatten()[0], rtol=1e-6, atol=0).all())
         if not alike and structure in ("kron", "ekfac"):
             log.warning("Kronecker factors take the mean curvature of the prior over %s", name)
         found[name] = value.mean() if alike or structure in ("kron", "ekfac") else value
+    return found
+
+
+def _expected_precisions(model: Model, weights: Weights, names: tuple[str, ...]) -> Weights:
+    """E(τ | w) of weights with hierarchical priors, shaped like them."""
+    found = {}
+    for leaf in leaves(model.prior, {name: weights[name] for name in model.initial}):
+        if isinstance(leaf.prior, Hierarchical):
+            scaled = {n: weights[n].detach().double() * factor**0.5 for n, factor in leaf.factors.items()}
+            for n, value in leaf.prior.expected_precision(scaled).items():
+                if n in names:
+                    found[n] = (value * leaf.factors[n]).expand(weights[n].shape).to(weights[n].dtype).contiguous()
     return found
 
 

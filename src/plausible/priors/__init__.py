@@ -1,14 +1,16 @@
 """Priors over weights: a log density for every element, and draws from it.
 
 A prior is a rule for all weights, or a mapping from name patterns to rules (`Patterns`), possibly scaled by fan-in
-(`FanIn`). Elements are independent given their rule. Log densities are sums in nats, constants included, made of tensor
-operations that work under `vmap`, `grad` and `torch.compile`. All of these are frozen dataclasses: hashable, comparable,
-stored as JSON. `Earlier` is a Gaussian posterior of earlier data: one density over all its weights.
+(`FanIn`). Elements are independent given their rule, under `Hierarchical` given the precisions of their groups. Log densities
+are sums in nats, constants included, made of tensor operations that work under `vmap`, `grad` and `torch.compile`. All of these
+are frozen dataclasses: hashable, comparable, stored as JSON. `Earlier` is a Gaussian posterior of earlier data: one density over
+all its weights.
 """
 
 from plausible.priors.base import Prior, Rule
 from plausible.priors.composed import FanIn, Patterns, as_prior
 from plausible.priors.earlier import Earlier
+from plausible.priors.hierarchical import Hierarchical
 from plausible.priors.rules import Flat, Gaussian, Horseshoe, Laplace, LogUniform, ScaleMixture, StudentT
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "FanIn",
     "Flat",
     "Gaussian",
+    "Hierarchical",
     "Horseshoe",
     "Laplace",
     "LogUniform",

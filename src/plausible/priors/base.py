@@ -41,6 +41,11 @@ class Prior(ABC):
         return True
 
     @property
+    def independent(self) -> bool:
+        """Whether elements are independent of each other, so that each has a density of its own: `elementwise`."""
+        return True
+
+    @property
     def precision(self) -> float | None:
         """λ where log p(w) = −½λ‖w‖² + constant for all weights alike, else None.
 

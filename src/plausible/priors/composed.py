@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +56,21 @@ class Patterns(Prior):
         """Whether all rules are proper."""
         return all(prior.proper for _, prior in self.rules)
 
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum over the rules, each applied to all its weights at once."""
+    @property
+    def independent(self) -> bool:
+        """Whether all rules are of independent elements."""
+        return all(prior.independent for _, prior in self.rules)
+
+    def parted(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Prior, dict[str, Tensor]]]:
+        """Patterns, their priors and the weights that they match, where there are any."""
         groups: list[dict[str, Tensor]] = [{} for _ in self.rules]
         for name, weight in weights.items():
             groups[self._index(name)][name] = weight
-        return total(prior.log_prob(group) for (_, prior), group in zip(self.rules, groups) if group)
+        return [(pattern, prior, group) for (pattern, prior), group in zip(self.rules, groups) if group]
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The sum over the rules, each applied to all its weights at once."""
+        return total(prior.log_prob(group) for _, prior, group in self.parted(weights))
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
         """The log density by the rule of this name."""
@@ -74,6 +83,17 @@ class Patterns(Prior):
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         """Draws by the rule of this name."""
         return self.rule(name).draw(name, like, generator, draws)
+
+    def sample(
+        self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None
+    ) -> dict[str, Tensor]:
+        """Weights one by one where they are independent, else rule by rule."""
+        if self.independent:
+            return super().sample(like, generator, draws)
+        drawn: dict[str, Tensor] = {}
+        for _, prior, group in self.parted(like):
+            drawn |= prior.sample(group, generator, draws)
+        return {name: drawn[name] for name in like}
 
 
 @register
@@ -101,6 +121,11 @@ class FanIn(Prior):
         """As the base prior."""
         return self.prior.proper
 
+    @property
+    def independent(self) -> bool:
+        """As the base prior."""
+        return self.prior.independent
+
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The base prior's for all rescaled weights at once, with the Jacobian."""
         sizes = {name: _fan_in(name, weight) for name, weight in weights.items()}
@@ -122,6 +147,36 @@ class FanIn(Prior):
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         """Draws of the base prior over √n."""
         return self.prior.draw(name, like, generator, draws) / math.sqrt(_fan_in(name, like))
+
+    def sample(
+        self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None
+    ) -> dict[str, Tensor]:
+        """Weights one by one where they are independent, else together."""
+        if self.independent:
+            return super().sample(like, generator, draws)
+        drawn = self.prior.sample(like, generator, draws)
+        return {name: value / math.sqrt(_fan_in(name, like[name])) for name, value in drawn.items()}
+
+
+class Leaf(NamedTuple):
+    """A prior that is not made of others, the patterns that lead to it, and its weights: w·√factor follow it."""
+
+    prior: Prior
+    path: str
+    factors: dict[str, int]
+
+
+def leaves(prior: Prior, weights: Mapping[str, Tensor]) -> list[Leaf]:
+    """The priors that patterns and fan-in lead to, each with all its weights."""
+    if isinstance(prior, Patterns):
+        parts = [(pattern, leaf) for pattern, own, group in prior.parted(weights) for leaf in leaves(own, group)]
+        return [leaf._replace(path=f"{pattern} {leaf.path}".strip()) for pattern, leaf in parts]
+    if isinstance(prior, FanIn):
+        return [
+            leaf._replace(factors={n: factor * _fan_in(n, weights[n]) for n, factor in leaf.factors.items()})
+            for leaf in leaves(prior.prior, weights)
+        ]
+    return [Leaf(prior, "", dict.fromkeys(weights, 1))]
 
 
 def _first_match(name: str, patterns: tuple[str, ...]) -> int:

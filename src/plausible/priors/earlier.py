@@ -52,7 +52,7 @@ class Earlier(Prior):
                 "it has no density; use the posterior before pruning, or a where= that chooses whole weights"
             )
         diagonal = getattr(getattr(posterior, "curvature", None), "structure", None) == "diag"
-        self.independent = diagonal or not joint
+        self._independent = diagonal or not joint
         before = posterior.model.prior
         if isinstance(before, Earlier):  # all that it says is in the posterior, which need not hold on to it
             posterior, before = copy.copy(posterior), before.rest
@@ -69,6 +69,11 @@ class Earlier(Prior):
     def rule(self, name: str) -> Prior:
         """The prior itself for the weights of the earlier posterior, and the rule of `rest` for others."""
         return self if name in self.posterior.means else self.rest.rule(name)
+
+    @property
+    def independent(self) -> bool:
+        """Whether the earlier posterior is diagonal."""
+        return self._independent
 
     @property
     def proper(self) -> bool:
