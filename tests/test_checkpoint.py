@@ -393,7 +393,7 @@ def _rewrite(place: pl.Checkpoint, **changes: Any) -> None:
 
 def test_another_format_is_refused(started: pl.Checkpoint) -> None:
     _rewrite(started, format=99)
-    with pytest.raises(ValueError, match="has format 99, this version reads 1"):
+    with pytest.raises(ValueError, match="has format 99, this version reads 2"):
         _fit("map", checkpoint=started)
 
 

@@ -59,15 +59,15 @@ def _reference_ess(split: np.ndarray) -> float:
     covariance = np.array([[np.dot(c[: n - t], c[t:]) / n for t in range(n)] for c in centred])
     spread = covariance[:, 0].mean() * n / (n - 1)
     total = spread * (n - 1) / n + split.mean(axis=1).var(ddof=1)
-    rho = 1 - (spread - covariance.mean(axis=0) * n / (n - 1)) / total
+    rho = 1 - (spread - covariance.mean(axis=0)) / total
     rho[0] = 1.0
-    time, smallest = -1.0, math.inf
-    for t in range(0, n - 1, 2):
-        pair = rho[t] + rho[t + 1]
-        if pair <= 0:
-            break
-        smallest = min(smallest, pair)
+    time, smallest, t = -1.0, math.inf, 0
+    while rho[t] + rho[t + 1] > 0 and t + 1 < n - 3:
+        smallest = min(smallest, rho[t] + rho[t + 1])
         time += 2 * smallest
+        t += 2
+    if rho[t] > 0 or rho[t] + rho[t + 1] >= 0:  # of the pair that ends the sum, the even half counts once
+        time += rho[t]
     return m * n / max(time, 1 / math.log10(m * n))
 
 
@@ -84,12 +84,92 @@ def test_equals_a_reference(kind: str) -> None:
         split = _reference_split(one)
         assert float(found[0][q]) == pytest.approx(_reference_rhat(one), rel=1e-9)
         assert float(found[1][q]) == pytest.approx(_reference_ess(_reference_scores(split)), rel=1e-9)
-        tails = [_reference_ess((split <= np.quantile(split, level)).astype(float)) for level in (0.05, 0.95)]
+        tails = [
+            _reference_ess(_reference_split(one <= np.quantile(one, level)).astype(float)) for level in (0.05, 0.95)
+        ]
         assert float(found[2][q]) == pytest.approx(min(tails), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("chains", "draws", "rho", "change"),
+    [(4, 200, 0.5, ""), (4, 201, 0.9, ""), (2, 57, 0.0, ""), (1, 100, 0.3, ""), (8, 400, -0.4, ""), (4, 300, 0.6, "ties"),
+     (4, 300, 0.98, "shift"), (3, 4, 0.0, ""), (3, 5, 0.0, ""), (2, 7, 0.5, ""), (4, 100, 0.0, "cauchy")],
+)  # fmt: skip
+def test_equals_arviz(chains: int, draws: int, rho: float, change: str) -> None:
+    arviz = pytest.importorskip("arviz")
+    noise = _noise(chains, draws, 4, seed=draws)
+    values = noise.clone()
+    for t in range(1, draws):
+        values[:, t] = rho * values[:, t - 1] + math.sqrt(1 - rho**2) * noise[:, t]
+    values = {"ties": (2 * values).round(), "cauchy": 1 / values}.get(change, values)
+    if change == "shift":
+        values[0] += 1
+    ours = {
+        "bulk": diagnostics.ess_bulk(values), "tail": diagnostics.ess_tail(values), "mean": diagnostics.ess_mean(values),
+        "quantile": diagnostics.ess_quantile(values, 0.3),
+    }  # fmt: skip
+    errors = {
+        "mean": diagnostics.mcse(values), "sd": diagnostics.mcse_sd(values), "quantile": diagnostics.mcse_quantile(values, 0.3),
+    }  # fmt: skip
+    for q in range(4):
+        one = values[..., q].numpy()
+        level = {"quantile": {"prob": 0.3}}
+        for method, found in ours.items():
+            assert float(found[q]) == pytest.approx(arviz.ess(one, method=method, **level.get(method, {})), rel=1e-9)
+        for method, found in errors.items():
+            assert float(found[q]) == pytest.approx(arviz.mcse(one, method=method, **level.get(method, {})), rel=1e-9)
+        if chains > 1:  # arviz has none of one chain
+            assert float(diagnostics.rhat(values)[q]) == pytest.approx(arviz.rhat(one), rel=1e-9)
+    np.testing.assert_allclose(diagnostics.ebfmi(values[..., 0]), arviz.bfmi(values[..., 0].numpy()), rtol=1e-9)
+
+
+def test_summary_is_the_functions_of_its_names() -> None:
+    chains = _autoregressive(0.5)[:, :300].float()
+    chains[..., 3] = 2.0
+    found = diagnostics.summary(chains)
+    for name in ("mcse", "ess_bulk", "ess_tail", "rhat"):
+        torch.testing.assert_close(found[name], getattr(diagnostics, name)(chains), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found["mean"], chains.double().mean((0, 1)))
+    torch.testing.assert_close(found["sd"], chains.double().flatten(0, 1).std(0))
+    assert found["sd"][3] == 0
+    assert math.isnan(found["rhat"][3])
+    assert math.isnan(found["ess_bulk"][3])
+
+
+def test_parts_of_the_quantities_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = _autoregressive(0.5)[:, :100]
+    chains[..., 2] = chains[..., 2].round()
+    whole = diagnostics.summary(chains)
+    monkeypatch.setattr(diagnostics, "PART", 7 * CHAINS * 100)
+    for name, value in diagnostics.summary(chains).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Closed forms
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.8])
+def test_standard_errors_are_the_spread_of_estimates(rho: float) -> None:
+    chains = _autoregressive(rho)  # columns are repetitions
+    flat = chains.reshape(-1, COLUMNS)
+    ratio = 1 / math.sqrt(2 * (COLUMNS - 1))  # relative error of a standard deviation of COLUMNS estimates
+    for estimates, errors in (
+        (flat.mean(0), diagnostics.mcse(chains)),
+        (flat.std(0), diagnostics.mcse_sd(chains)),
+        (flat.quantile(0.1, 0), diagnostics.mcse_quantile(chains, 0.1)),
+    ):
+        assert float(estimates.std() / errors.square().mean().sqrt()) == pytest.approx(1, abs=5 * ratio)
+
+
+def test_energy_that_momenta_cannot_move_has_a_small_ebfmi() -> None:
+    # AR(1) of correlation ρ: E (E_t − E_t−1)² / Var E = 2 (1 − ρ)
+    for rho in (0.0, 0.5, 0.95):
+        found = diagnostics.ebfmi(_autoregressive(rho).permute(0, 2, 1).reshape(-1, DRAWS))
+        assert float(found.mean()) == pytest.approx(2 * (1 - rho), abs=0.05)
+    assert math.isnan(diagnostics.ebfmi(torch.full((1, 9), 0.1))[0])
+    with pytest.raises(ValueError, match=r"energy must be \[chains, draws\]"):
+        diagnostics.ebfmi(torch.randn(5))
 
 
 @pytest.mark.parametrize("rho", [-0.4, 0.0, 0.5, 0.9])
@@ -130,7 +210,7 @@ def test_rhat_of_shifted_chains() -> None:
 def test_rhat_sees_chains_that_differ_in_scale_alone() -> None:
     chains = _autoregressive(0.0)
     chains[0] *= 3
-    bulk = diagnostics._rhat(diagnostics._rank_normalise(diagnostics._split(chains)))
+    bulk = diagnostics._rhat(diagnostics._rank_normalise(diagnostics._halves(chains.permute(2, 0, 1))))
     assert float(bulk.max()) < 1.02
     assert float(diagnostics.rhat(chains).min()) > 1.1
 
@@ -196,3 +276,20 @@ def test_float32_draws_with_a_large_offset() -> None:
     report = diagnostics.summarise(chains)
     assert 0.99 < report["rhat"] < 1.02
     assert report["ess_bulk"] > 1000
+
+
+def test_quantities_that_cannot_be_judged_are_not_numbers() -> None:
+    chains = _noise(3, 40, 3)
+    chains[..., 0] = 0.1
+    chains[0, 3, 1] = math.inf
+    for function in (diagnostics.rhat, diagnostics.ess, diagnostics.ess_bulk, diagnostics.ess_tail, diagnostics.mcse):
+        found = function(chains)
+        assert found.isnan().tolist() == [True, True, False]
+    assert diagnostics.rhat(chains[:, :3]).isnan().all()
+
+
+def test_shapes_and_levels_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"chains must be a tensor \[chains, draws, quantities\]"):
+        diagnostics.rhat(torch.randn(4, 100))
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        diagnostics.mcse_quantile(_noise(2, 20, 1), 1.0)

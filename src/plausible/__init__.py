@@ -30,14 +30,24 @@ if TYPE_CHECKING:
     )
     from plausible.data import Batch
     from plausible.engine import Checkpoint, DivergenceError
+    from plausible.fidelity import fidelity
     from plausible.fitting import fit
     from plausible.methods import (
         DVI,
+        HMC,
         IVON,
+        MALA,
         MAP,
+        MCLMC,
         MDL,
+        MILE,
+        NUTS,
         SGLD,
+        SMC,
         VOGN,
+        AnnealedImportance,
+        ChEES,
+        EllipticalSlice,
         Ensemble,
         Flow,
         FullRank,
@@ -46,7 +56,9 @@ if TYPE_CHECKING:
         MatrixNormal,
         MeanField,
         Method,
+        Metropolis,
         MultiplicativeFlow,
+        ParallelTempering,
         Radial,
         Rank1,
         Refined,
@@ -63,14 +75,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DVI",
+    "HMC",
     "IVON",
+    "MALA",
     "MAP",
+    "MCLMC",
     "MDL",
+    "MILE",
+    "NUTS",
     "SGLD",
+    "SMC",
     "VOGN",
+    "AnnealedImportance",
     "Batch",
+    "ChEES",
     "Checkpoint",
     "DivergenceError",
+    "EllipticalSlice",
     "Ensemble",
     "Flow",
     "FullRank",
@@ -80,9 +101,11 @@ __all__ = [
     "MatrixNormal",
     "MeanField",
     "Method",
+    "Metropolis",
     "Model",
     "Monitor",
     "MultiplicativeFlow",
+    "ParallelTempering",
     "Posterior",
     "Predictive",
     "Radial",
@@ -94,6 +117,7 @@ __all__ = [
     "datasets",
     "decisions",
     "evidence",
+    "fidelity",
     "fit",
     "likelihoods",
     "load",
@@ -128,8 +152,8 @@ _HOMES = {
     "sweep": "sweeping",
 }
 _ROOMS = (
-    "adapters", "compare", "curvature", "datasets", "decisions", "evidence", "likelihoods", "methods", "metrics", "moments",
-    "optim", "optimisers", "plots", "priors", "pruning", "report", "schedules", "testing", "uncertainty",
+    "adapters", "compare", "curvature", "datasets", "decisions", "evidence", "fidelity", "likelihoods", "methods", "metrics",
+    "moments", "optim", "optimisers", "plots", "priors", "pruning", "report", "schedules", "testing", "uncertainty",
 )  # fmt: skip
 _EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out
 

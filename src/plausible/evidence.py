@@ -52,7 +52,7 @@ class Row:
     `log_bayes_factor` is log p(D | M)/p(D | best), 0 or below; `probability` is p(M | D). `log_likelihood` and `log_occam`
     (None where the method does not take the evidence apart) sum up with `log_symmetries` to `log_evidence`. `bound` says that
     `log_evidence` is a lower bound, `points` how many weights of the network were trained as points, given which the evidence
-    is.
+    is, and `error` the standard error of `log_evidence` where it was sampled.
     """
 
     name: str
@@ -67,11 +67,12 @@ class Row:
     log_symmetries: float = 0.0
     bound: bool = False
     points: int = 0
+    error: float | None = None
 
     @property
     def note(self) -> str:
         """What to keep in mind about the number."""
-        words = ["lower bound"] if self.bound else []
+        words = ["lower bound"] if self.bound else [] if self.error is None else [f"± {self.error:.2g}"]
         return ", ".join([*words, f"given {self.points:,} points"] if self.points else words)
 
 
@@ -235,8 +236,9 @@ def compare(
             log_occam=None if parts is None else float(parts.log_occam),
             effective=getattr(own, "effective", None),
             log_symmetries=copies[name],
-            bound=parts is None,
+            bound=parts is None and "log_evidence_error" not in own.run,  # with a standard error: an estimate
             points=sum(own.model.initial[n].numel() for n in own.model.points if not n.startswith("likelihood.")),
+            error=own.run.get("log_evidence_error"),
         ))  # fmt: skip
     return Comparison(rows, named)
 
@@ -297,7 +299,7 @@ def _log_evidence(name: str, own: Posterior) -> float:
     if value is None:
         raise ValueError(
             f"{name} has no log_evidence: {own._method_name} estimates none (or it was tempered, pruned, or is part of an "
-            "ensemble); use Laplace, or a variational method such as MeanField, whose bound stands in for it"
+            "ensemble); use Laplace, SMC, or a variational method such as MeanField, whose bound stands in for it"
         )
     if not math.isfinite(value):
         raise ValueError(f"the log evidence of {name} is {value}: its fit has diverged, or its prior is improper")

@@ -91,7 +91,7 @@ def fit(
                 network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
             )
             if init is not None:
-                model = continuing(model, init, method.members or 1)
+                model = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
             if team.size > 1:
                 model = team.agree(model, _identity(method, model, prepared, seed))
             options = Options(
@@ -114,14 +114,16 @@ def fit(
                 "stopped before the first draw was kept"
                 + (f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else "")
             )
+        posterior = method.posterior(model, fitted)
         if team.rank:  # the first one says it
-            return method.posterior(model, fitted)
+            return posterior
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
             + ("; call fit again with the same checkpoint to go on" if checkpoint is not None else ""),
             UserWarning,
             stacklevel=2,
         )
+        return posterior
     return method.posterior(model, fitted)
 
 
@@ -296,6 +298,49 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
     fitting = {**model.initial, **model.buffers}
     draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}
     return model.starting_at({name: value[-1] for name, value in draws.items()}, draws)
+
+
+def continue_chains(
+    earlier: Any,
+    method: Any,
+    data: Any,
+    *,
+    mask: Any = None,
+    progress: bool | None,
+    checkpoint: Any,
+    callbacks: Sequence[Any],
+) -> Any:
+    """Run chains on from the state that an earlier run left; `data` None takes those that it was fitted to, if they are there."""
+    model: Model = earlier.model
+    if data is None and earlier.data is None:
+        raise ValueError(
+            "this posterior was loaded or moved and does not hold the data: pass them again, extend(draws, data=(x, y))"
+        )
+    prepared = earlier.data if data is None else _prepare(
+        model, data, None, None, None, None, earlier.device, None, mask, None, method
+    )[1]  # fmt: skip
+    before = earlier.run.get("data")
+    if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (
+        None,
+        prepared.fingerprint(),
+    ):
+        raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
+    seed = random.key(earlier.seed, 13, int(earlier.run.get("steps", 0)))[1].item()
+    identity = {
+        **_identity(earlier.method, model, prepared, earlier.seed), "more": method.more,
+        "state": _digest({str(i): leaf for i, leaf in enumerate(method.state)}),
+    }  # fmt: skip
+    with torch.inference_mode(False), random.isolated(int(seed), earlier.device):
+        options = Options(
+            seed=earlier.seed, compile=earlier.run.get("compile", "auto"), progress=progress, callbacks=tuple(callbacks),
+            checkpoint=_as_checkpoint(checkpoint), identity=identity,
+        )  # fmt: skip
+        fitted = engine.run(method, model, prepared, options)
+    if fitted.draws is None:
+        raise KeyboardInterrupt("stopped before the first new draw was kept")
+    if fitted.interrupted:
+        warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=3)
+    return method.posterior(model, fitted)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

@@ -237,6 +237,21 @@ class Posterior(ABC):
         """
         return {"draws": None, "chains": 1, "divergences": 0}
 
+    def verdict(self, x: Any = None) -> str:
+        """Whether the chains can be trusted, in plain words with numbers and what to do; with `x` judged by the functions f(x).
+
+        Only posteriors of stored draws have chains; others raise a TypeError.
+        """
+        from plausible.sampling.verdicts import verdict
+
+        return verdict(self, x)
+
+    def to_arviz(self, x: Any = None) -> Any:
+        """Stored draws as arviz's `InferenceData`: weights by name, `f` at `x`, statistics of transitions (extra `mcmc`)."""
+        from plausible.sampling.arviz_export import to_arviz
+
+        return to_arviz(self, x)
+
     def summary(self) -> str:
         """What was inferred, weight by weight."""
         model, masks = self.model, self.masks
@@ -373,16 +388,9 @@ class DrawsPosterior(Posterior):
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """R̂ and effective sample sizes over all draws in chain order, of f(x) or of the weights; see `Posterior`."""
-        from plausible import diagnostics
+        from plausible.sampling.summaries import convergence
 
-        total = len(self.store) // self.chains
-        report: dict[str, Any] = {"draws": len(self.store), "chains": self.chains, "divergences": 0}
-        if total < 4:
-            return report
-        values = self.functions(x) if x is not None else tree.flatten(self.weights(), batch_dims=1)
-        values = values.reshape(len(self.store), -1)[: total * self.chains]
-        chains = values.reshape(total, self.chains, -1).transpose(0, 1)  # [chains, draws, quantities]
-        return report | diagnostics.summarise(chains)
+        return convergence(self, x)
 
     def _networks(self) -> list[tuple[Weights, Weights | None]]:
         """Those of each chain over its draws; no scales where a chain has one draw."""

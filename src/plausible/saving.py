@@ -140,6 +140,7 @@ def load(
         )
     if content.get("kind") not in kinds or content.get("kind") == "mixture":
         from plausible import methods
+        from plausible.sampling import posterior  # noqa: F401  that of chains
 
         methods.load()  # they bring the kinds of their posteriors
     if content.get("kind") not in kinds:
@@ -311,7 +312,7 @@ def read_shards(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model)
     if total > IN_MEMORY:
         return disk
     device = next(iter(model.initial.values())).device
-    return MemoryDraws({name: torch.cat([part[name] for part in parts]).to(device) for name in expected})
+    return MemoryDraws({name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]})
 
 
 def history_of(run: Mapping[str, Any]) -> dict[str, Any]:

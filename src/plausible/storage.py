@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from plausible.weights import Weights, concatenate, stack
+from plausible.weights import Weights, concatenate, num_bytes
 
 
 def beside(path: Path) -> Path:
@@ -274,15 +274,17 @@ class DrawWriter:
         self.pending: list[Weights] = []
 
     def __len__(self) -> int:
-        return sum(int(shard["draws"]) for shard in self.files) + len(self.pending)
+        return sum(int(shard["draws"]) for shard in self.files) + sum(map(_length, self.pending))
 
     def add(self, draw: Weights) -> None:
         """Keep one draw (the tensors must not be written to afterwards)."""
-        self.pending.append(draw)
-        if self.folder is not None:
-            size = sum(v.numel() * v.element_size() for v in draw.values())
-            if size * len(self.pending) >= self.shard_bytes:
-                self.flush()
+        self.add_block({name: value.unsqueeze(0) for name, value in draw.items()})
+
+    def add_block(self, draws: Weights) -> None:
+        """Keep several draws, stacked on a leading axis."""
+        self.pending.append(draws)
+        if self.folder is not None and num_bytes(draws) * len(self.pending) >= self.shard_bytes:
+            self.flush()
 
     def flush(self) -> None:
         """Write the pending draws as a shard."""
@@ -290,8 +292,8 @@ class DrawWriter:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"draws-{len(self.files):05d}.safetensors"
-        sha256 = write_tensors(self.folder / name, stack(self.pending))
-        self.files.append({"file": name, "draws": len(self.pending), "sha256": sha256})
+        sha256 = write_tensors(self.folder / name, concatenate(self.pending))
+        self.files.append({"file": name, "draws": sum(map(_length, self.pending)), "sha256": sha256})
         self.pending = []
 
     def mark(self) -> WriterMark:
@@ -307,9 +309,13 @@ class DrawWriter:
         if not len(self):
             return None
         if not self.files:
-            return MemoryDraws(stack(self.pending))
+            return MemoryDraws(concatenate(self.pending))
         assert self.folder is not None
-        return DiskDraws(self.folder, self.files, stack(self.pending) if self.pending else None)
+        return DiskDraws(self.folder, self.files, concatenate(self.pending) if self.pending else None)
+
+
+def _length(draws: Weights) -> int:
+    return len(next(iter(draws.values())))
 
 
 def gather(store: DrawStore) -> Weights:

@@ -20,7 +20,7 @@ from plausible import storage
 from plausible.storage import DrawWriter
 from plausible.weights import tensors
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def gather(team: Ranks, method: Method, fitted: Fitted, folder: Path | None) -> 
     `method` is what ran here. Ranks that were stopped at different steps count up to the last that all have.
     """
     store = fitted.draws if team.keeps else None
-    each = 0 if store is None else len(method.draws(fitted.state))
+    each = 0 if store is None else len(method.kept(fitted.state))
     first = {} if store is None else store.get([0], "cpu")
     own = Left(
         team.keeps, method.members or 1, each, 0 if store is None else len(store) // each, isinstance(store, DiskDraws),

@@ -23,8 +23,8 @@ from plausible.engine.interrupt import Interrupt
 from plausible.engine.policy import Mode, decide, threads
 from plausible.engine.progress import Progress
 from plausible.engine.ranks import Team, Vote
-from plausible.engine.source import Source
-from plausible.engine.stepper import Captured, Info, Stepper, make
+from plausible.engine.source import Elsewhere, Source
+from plausible.engine.stepper import Captured, Eager, Info, Stepper, make
 from plausible.methods.base import Method, Plan
 from plausible.model import Model
 from plausible.monitoring import Monitor
@@ -93,9 +93,12 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
     method = team.part(method)
     if team.divides and not method.divisible:
         who = type(method).__name__
+        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or " * (
+            method.verb == "iterate"
+        )
         raise ValueError(
-            f"{who} cannot divide its batches among ranks; use Ensemble({who}(…), members=…), whose members are split over them, "
-            "or set PLAUSIBLE_RANKS=alone to fit in each process by itself"
+            f"{who} cannot be divided among ranks; {instead}set PLAUSIBLE_RANKS=alone to fit in each process by itself, with "
+            "a seed of its own"
         )
     plan = _plan(method, data)
     held: Data | None = None
@@ -120,7 +123,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
     members = None if method.shares_batches else method.members
-    source = Source(
+    source = Elsewhere(data) if method.kernels and method.members is None else Source(
         data, plan, seed=options.seed, members=members, numbers=team.member_numbers,
         place=(team.rank, team.size) if team.divides else None,
     )  # fmt: skip
@@ -150,7 +153,7 @@ def _plan(method: Method, data: Data) -> Plan:
             size = size or num_rows(next(iter(data.passes())).x)  # batches made by the data set itself
             per_epoch = -(-data.num_data // size)
         plan = method.plan(data.num_data, per_epoch)
-        if plan.batch_size is None:
+        if plan.batch_size is None and not method.kernels:
             data.all()  # says why not
         return plan
     return method.plan(data.num_data)
@@ -200,7 +203,12 @@ class _Run:
             return self._rest()
         started = time.monotonic() - self.seconds
         step = self._choose_step()
-        stepper, used = make(self.mode, step, self.model, self.state, self.source)
+        if self.method.kernels:  # its target is compiled, and control flow stays in Python
+            self.model, used = self.method.compiled(self.model, self.options.compile)
+            self.mode = self.mode if resumed is not None else used
+            stepper: Stepper = Eager(step, self.model, self.state, self.source)
+        else:
+            stepper, used = make(self.mode, step, self.model, self.state, self.source)
         if used != self.mode and self.keeper is not None and resumed is not None:
             raise ValueError(
                 f"the checkpoint was written by {self.mode} steps, which are not available here: results would differ"
@@ -208,7 +216,7 @@ class _Run:
         self.mode = used
         self._place_generators(resumed)
         self.team.step = self.done
-        unit = "steps" if self.method.verb == "iterate" else "draws"
+        unit = "steps" if self.method.verb == "iterate" else "transitions"
         segment, stale = 1, False
         good: _Mark | None = None  # the latest moment from which a step is known to have been finite
         show = self.options.progress if self.team.rank == 0 else False
@@ -238,7 +246,7 @@ class _Run:
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
                 self._note(rows, mark.done)
-                stale = self._validate(stepper)
+                stale = self._validate(stepper) or self.method.finished(stepper.state)
                 self._observe(last=stale or self.done >= self.plan.steps)
                 self.seconds = time.monotonic() - started
                 taken = time.monotonic() - clock
@@ -334,7 +342,11 @@ class _Run:
     def _keep(self) -> None:
         if not self.team.keeps:
             return
-        for draw in self.method.draws(self.state):
+        together = self.method.kept_together(self.model, self.state)
+        if together is not None:
+            self.writer.add_block(clone(together))
+            return
+        for draw in self.method.kept_by(self.model, self.state):
             self.writer.add(clone(draw))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -421,7 +433,7 @@ class _Run:
             return
         fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
         if not self.plan.thin:  # the draws that the run would end with
-            ending = [clone(draw) for draw in self.method.draws(self.state)]
+            ending = [clone(draw) for draw in self.method.kept_by(self.model, self.state)]
             fitted = fitted._replace(draws=MemoryDraws(stack(ending)) if ending else None)
         elif fitted.draws is None and self.method.keeps_draws:
             return  # nothing kept yet
@@ -432,6 +444,8 @@ class _Run:
         checkpoints.set_random_states({f"random.{name}": state for name, state in generators.items()}, self.device)
 
     def _caption(self, rows: dict[str, Tensor]) -> str:
+        if (said := self.method.caption(self.state)) is not None:
+            return said
         if not rows:
             return ""
         name, values = next(iter(rows.items()))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+NARROW = 100
+"""Columns of a terminal up to which the bar leaves out the rate and the time so far, so that nothing else is cut."""
+
 
 class Progress:
     """A rich bar while it is entered, or nothing: `show` None means only where standard error is a terminal."""
@@ -26,11 +29,13 @@ class Progress:
                 TimeRemainingColumn,
             )
 
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(self.unit),
-                TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-                TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=8,
-            )  # fmt: skip
+            console = Console(stderr=True)
+            start = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(self.unit)]
+            note = [TextColumn("{task.fields[note]}")]
+            end = [TextColumn("left"), TimeRemainingColumn()]
+            if console.width > NARROW:
+                note, end = [TextColumn("{task.fields[rate]}"), *note], [TimeElapsedColumn(), *end]
+            self._bar = Progress(*start, *note, *end, console=console, refresh_per_second=8)
             self._bar.start()
             self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, note="", rate="")
         return self

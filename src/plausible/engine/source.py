@@ -171,3 +171,17 @@ class Source:
 
 
 _EMPTY = "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"
+
+
+class Elsewhere(Source):
+    """In place of batches, for methods whose targets hold the data: steps get none."""
+
+    stream = minibatch = False  # type: ignore[assignment]
+
+    def __init__(self, data: Data):
+        self.data = data
+        self.sampler, self.pass_state, self.pass_position = None, None, 0
+
+    def batches(self, first: int, count: int) -> Iterator[Any]:  # noqa: ARG002
+        """Nothing, `count` times."""
+        return iter([None] * count)

@@ -117,7 +117,7 @@ class Method:
 
     `start(model, key)` gives the state, a named tuple of tensors (trees of tensors) with `weights` and `buffers`;
     `step(model, state, batch)` is pure: it returns the new state and a dict of 0-d tensors (it may reuse the buffers of the state
-    it was given). `draws(state)` says what is kept; `posterior(model, fitted)` builds the result.
+    it was given). `kept(state)` says what is kept as draws; `posterior(model, fitted)` builds the result.
     """
 
     name: ClassVar[str] = ""
@@ -128,6 +128,7 @@ class Method:
     divisible: ClassVar[bool] = (
         True  # whether its batches can be divided among ranks: gradients come from `model.gradient`
     )
+    kernels: ClassVar[bool] = False  # whether parts of the step are compiled, and not the step as a whole
     shares_batches: ClassVar[bool] = False  # whether all members see the same batches
     shaping: ClassVar[tuple[str, ...]] = ()  # numbers among its settings that are used before the first step
 
@@ -152,9 +153,29 @@ class Method:
         """One pure step."""
         raise NotImplementedError
 
-    def draws(self, state: Any) -> list[Weights]:
+    def kept(self, state: Any) -> list[Weights]:
         """Weights and buffers of the current state, as the draws to keep (one for each stacked member)."""
         return [{**state.weights, **state.buffers}]
+
+    def kept_by(self, model: Model, state: Any) -> list[Weights]:  # noqa: ARG002
+        """The same, where names or buffers of the model are needed for it."""
+        return self.kept(state)
+
+    def kept_together(self, model: Model, state: Any) -> Weights | None:  # noqa: ARG002
+        """The same on a leading axis, where that is at hand; None: one by one."""
+        return None
+
+    def finished(self, state: Any) -> bool:  # noqa: ARG002
+        """Whether the run is over before its planned steps."""
+        return False
+
+    def caption(self, state: Any) -> str | None:  # noqa: ARG002
+        """What the progress bar says of the state; None: the first of the logged terms."""
+        return None
+
+    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:  # noqa: ARG002
+        """Of methods with `kernels`: the model with its kernels compiled as `fit(compile=wish)` asks, and the mode they run in."""
+        return model, "eager"
 
     def held_out(self, model: Model, state: Any, batch: Batch) -> Tensor:
         """The summed log-likelihood of held-out examples, times their weights, under the current state."""

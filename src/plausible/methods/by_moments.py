@@ -165,7 +165,7 @@ class ByMoments(Method):
             each = each * batch.weight
         return each.sum() * (model.num_data / num_rows(batch.x)), moved
 
-    def draws(self, state: MomentsState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, state: MomentsState) -> list[Weights]:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
         return []
 

@@ -125,9 +125,9 @@ class Ensemble(Method):
         ]
         return stack([new for new, _ in results]), stack([info for _, info in results])
 
-    def draws(self, state: Any) -> list[Weights]:
+    def kept(self, state: Any) -> list[Weights]:
         """One draw from each member."""
-        return [draw for k in range(self.members) for draw in self.method.draws(index(state, k))]
+        return [draw for k in range(self.members) for draw in self.method.kept(index(state, k))]
 
     def held_out(self, model: Model, state: Any, batch: Batch) -> Tensor:
         """Summed held-out log-likelihood of each member: [members]."""

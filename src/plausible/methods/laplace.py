@@ -177,7 +177,7 @@ class Laplace(Method):
         """As the mode."""
         return (self.mode or MAP()).validated(state, value)
 
-    def draws(self, state: Any) -> list[Weights]:  # noqa: ARG002
+    def kept(self, state: Any) -> list[Weights]:  # noqa: ARG002
         """None: they come from the Gaussian."""
         return []
 
@@ -207,7 +207,7 @@ class Laplace(Method):
         if self.mode is None:
             weights = {**fitted.state.weights, **fitted.state.buffers}
         else:
-            weights = self.mode.draws(fitted.state)[0]
+            weights = self.mode.kept(fitted.state)[0]
         weights = {name: value.detach().clone() for name, value in weights.items()}
         model = model.for_run(num_data=data.num_data, steps=fitted.steps, seed=model.seed)
         check_deterministic(model, weights, data)
@@ -291,4 +291,4 @@ class Laplace(Method):
         method = replace(self.mode, epochs=self.online)  # type: ignore[call-arg,type-var]
         options = engine.Options(seed=model.seed, compile=False, progress=False)
         fitted = engine.run(method, model.starting_at(weights), data, options)
-        return {name: value.detach().clone() for name, value in method.draws(fitted.state)[0].items()}
+        return {name: value.detach().clone() for name, value in method.kept(fitted.state)[0].items()}

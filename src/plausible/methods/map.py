@@ -122,7 +122,7 @@ class MAP(Method):
         )
         return new, new.stale
 
-    def draws(self, state: MAPState) -> list[Weights]:
+    def kept(self, state: MAPState) -> list[Weights]:
         """The final weights, or the best ones where training stops early."""
         validated = self.patience is not None and bool(torch.isfinite(state.best_value))
         return [state.best if validated else {**state.weights, **state.buffers}]

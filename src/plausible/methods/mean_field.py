@@ -258,7 +258,7 @@ class MeanField(Method):
             expected = expected - fitted - count * HALF_LOG_2PIE
         return -entropy(scales) - expected / model.temperature, rest
 
-    def draws(self, state: MeanFieldState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, state: MeanFieldState) -> list[Weights]:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
         return []
 

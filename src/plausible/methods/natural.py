@@ -214,7 +214,7 @@ class NaturalGradient(Method):
             weights.update(moved)
         return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
 
-    def draws(self, state: NaturalState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, state: NaturalState) -> list[Weights]:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
         return []
 

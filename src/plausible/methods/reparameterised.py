@@ -177,7 +177,7 @@ class Reparameterised(Method):
         noises = [index(drawn, i) for i in range(count)]
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
-    def draws(self, state: FamilyState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, state: FamilyState) -> list[Weights]:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
         return []
 

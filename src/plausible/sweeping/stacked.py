@@ -116,9 +116,9 @@ class Stacked(Method):
             found.append(method.step(own, index(state.inner, k), batch))
         return StackedState(stack([new for new, _ in found]), state.values), _finite_means(stack([i for _, i in found]))
 
-    def draws(self, state: StackedState) -> list[Weights]:
+    def kept(self, state: StackedState) -> list[Weights]:
         """Those of all members, in turn."""
-        return [draw for k in range(self.members) for draw in self.method.draws(index(state.inner, k))]
+        return [draw for k in range(self.members) for draw in self.method.kept(index(state.inner, k))]
 
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The members' posteriors, as the parts of a mixture."""
