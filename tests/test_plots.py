@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible import metrics, plots
+from plausible import diagnostics, metrics, plots
 from plausible.report.statistics import count_range, rank_shares
 from plausible.sweeping import Sweep
 
@@ -65,6 +65,10 @@ def calls(chains):
         "chain_trace": lambda **k: plots.chain_trace(posterior, x[:2], **k),
         "rank_histogram": lambda **k: plots.rank_histogram(posterior, x[:2], **k),
         "ess_growth": lambda **k: plots.ess_growth(posterior, x[:2], **k),
+        "trace": lambda **k: plots.trace(posterior, x[:2], **k),
+        "rank": lambda **k: plots.rank(posterior, x[:2], **k),
+        "autocorrelation": lambda **k: plots.autocorrelation(posterior, x[:2], **k),
+        "energy": lambda **k: plots.energy(torch.randn(2, 50), **k),
         "example_images": lambda **k: plots.example_images(torch.rand(80, 4, 4), classes, labels, **k),
         "pruned_weights": lambda **k: plots.pruned_weights(posterior, posterior.prune(0.5), **k),
         "snr": lambda **k: plots.snr(posterior, **k),
@@ -235,3 +239,76 @@ def test_rows_of_yes_and_no_with_an_axis_of_one_label() -> None:
     several = pl.Predictive.from_functions(torch.randn(10, 30, 2), pl.likelihoods.Bernoulli())
     with pytest.raises(ValueError, match="2 targets"):
         plots.example_rows({"a": list(range(30))}, several)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convergence
+
+
+def independent(chains=4, draws=200, quantities=6, seed=0):
+    return torch.randn(chains, draws, quantities, generator=torch.Generator().manual_seed(seed))
+
+
+def test_trace_shows_what_has_converged_least(chains):
+    values = independent()
+    values[0, :, 4] += 2
+    values[1, :, 1] += 1
+    ax = plots.trace(values, rows=2)
+    rhat = diagnostics.rhat(values)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["quantity 4", "quantity 1"]
+    assert [text.get_text() for text in ax.texts] == [f"R̂ {float(rhat[4]):.2f}", f"R̂ {float(rhat[1]):.2f}"]
+    lane = ax.lines[0].get_ydata()  # the lowest lane comes first
+    own = values[0, :, 4]
+    low, high = values[..., 4].min(), values[..., 4].max()
+    np.testing.assert_allclose(lane, 0.05 + 0.9 * (own - low) / (high - low), rtol=1e-5)
+    assert len(plots.trace(chains[0]).get_yticklabels()) == 3  # weight, bias and the noise
+    assert [label.get_text() for label in plots.trace(chains[0], names="bias").get_yticklabels()] == ["bias[0]"]
+
+
+def test_rank_curves_stay_in_their_band_as_often_as_it_says():
+    outside, (_, ax) = 0, pyplot.subplots()
+    for seed in range(25):
+        ax.clear()
+        plots.rank(independent(3, 60, 1, seed=seed), seed=seed, ax=ax)
+        band = {round(float(z), 9): float(y) for z, y in ax.collections[0].get_paths()[0].vertices if y > 0}
+        curves = [zip(*line.get_data()) for line in ax.lines if line.get_label().startswith("chain")]
+        points = [(round(float(z), 9), abs(float(y))) for curve in curves for z, y in curve]
+        assert sum(z in band for z, _ in points) > 0.9 * len(points)
+        outside += any(y > band.get(z, 1.0) + 1e-9 for z, y in points)
+    assert outside <= 6  # Binomial(25, 0.05) exceeds it once in 7,000
+    shifted = independent(3, 60, 1)
+    shifted[1] += 1.5
+    ax = plots.rank(shifted)
+    width = ax.collections[0].get_paths()[0].vertices[:, 1].max()
+    assert max(np.abs(line.get_ydata()).max() for line in ax.lines) > width
+    lowest = next(line for line in ax.lines if line.get_label() == "chain 2")
+    assert lowest.get_ydata().mean() < 0  # high values have few of the low ranks
+    with pytest.raises(ValueError, match="at least two"):
+        plots.rank(shifted[:1])
+
+
+def test_energy_has_the_ebfmi_of_each_chain():
+    walk = independent(2, 400, 1)[..., 0].cumsum(1)
+    ax = plots.energy(walk)
+    told = [text.get_text() for text in ax.get_legend().get_texts()]
+    for number, value in enumerate(diagnostics.ebfmi(walk).tolist(), start=1):
+        assert f"E-BFMI of chain {number}: {value:.2f} (low)" in told
+    assert not any("low" in text.get_text() for text in plots.energy(independent(2, 400, 1)).get_legend().get_texts())
+
+
+def test_energy_needs_transitions(chains):
+    with pytest.raises(TypeError, match="has no energies"):
+        plots.energy(chains[0])
+
+
+def test_autocorrelation_of_an_autoregression():
+    noise = independent(2, 4000, 1)[..., 0]
+    values = noise.clone()
+    for t in range(1, 4000):
+        values[:, t] = 0.8 * values[:, t - 1] + 0.6 * noise[:, t]
+    ax = plots.autocorrelation(values, lags=10)
+    drawn = [line.get_ydata() for line in ax.lines if line.get_label().startswith("chain")]
+    assert len(drawn) == 2
+    np.testing.assert_allclose(np.mean(drawn, 0), 0.8 ** np.arange(11), atol=0.1)
+    with pytest.raises(ValueError, match="quantity=3 is not one of the 1"):
+        plots.autocorrelation(values, quantity=3)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plausible.cli import datasets, errors, evidence, pruning, reporting, reproducing, sweeping
+from plausible.cli import datasets, diagnosing, errors, evidence, fidelity, pruning, reporting, reproducing, sweeping
 from plausible.cli.errors import guarded, note
 
 app = typer.Typer(
@@ -323,8 +323,10 @@ def predict(
 
 
 app.command(no_args_is_help=True)(reporting.report)
+app.command(no_args_is_help=True)(diagnosing.diagnose)
 app.command(no_args_is_help=True)(pruning.prune)
 app.command(no_args_is_help=True)(evidence.evidence)
+app.command(no_args_is_help=True)(fidelity.fidelity)
 
 
 @app.command()

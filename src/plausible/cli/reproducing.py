@@ -71,7 +71,7 @@ def reproduce(
         _list()
         return
     from plausible.reproductions import NAMES, load
-    from plausible.reproductions.frame import SEEDS, Request
+    from plausible.reproductions.frame import Request
     from plausible.reproductions.running import Folder, run, wanted
 
     if faithful:
@@ -87,7 +87,7 @@ def reproduce(
     if not show:
         chosen = wanted(found, size, parts, [word.strip() for word in (cells or "").split(",") if word.strip()])
         request = Request(
-            seeds or SEEDS[size], device=device, precision=precision, keep=keep, progress=False if quiet else None,  # type: ignore[arg-type]
+            seeds or found.seeds[size], device=device, precision=precision, keep=keep, progress=False if quiet else None,  # type: ignore[arg-type]
         )  # fmt: skip
         if not quiet:
             note(f"{name}, {size}: {len(chosen)} cells, results in {folder.path}")

@@ -13,7 +13,7 @@ import torch
 
 import plausible
 from plausible import Posterior, Predictive, serialise
-from plausible.cli import prediction, runs, scores, settings
+from plausible.cli import diagnosing, prediction, runs, scores, settings
 from plausible.cli.errors import Interrupted, note
 from plausible.cli.files import read_table
 from plausible.cli.targets import Target, decide, standardised
@@ -200,6 +200,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
         heldout |= prediction.columns(data.target, predictive, LEVEL)
     evidence = from_fit(record, posterior, data, predictive, metrics)
     runs.write(options.out, record, posterior, metrics, heldout, evidence)
+    say(options, diagnosing.after_fit(evidence.diagnostics))
     return record, metrics
 
 

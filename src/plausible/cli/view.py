@@ -134,9 +134,8 @@ def kind(method_class: Any) -> str:
         return "combinator"
     if not method_class.traits.trains:
         return "post hoc"
-    return (
-        "sampler" if {"burn_in", "thin"} & {field.name for field in dataclasses.fields(method_class)} else "optimiser"
-    )
+    thins = {"burn_in", "thin"} & {field.name for field in dataclasses.fields(method_class)}
+    return "sampler" if thins or method_class.verb == "sample" else "optimiser"
 
 
 def method(name: str) -> None:

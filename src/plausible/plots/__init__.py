@@ -5,6 +5,7 @@ those of the current matplotlib style. Needs the extra `plot`.
 """
 
 from plausible.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.plots.convergence import autocorrelation, energy, rank, trace
 from plausible.plots.evidence import evidence
 from plausible.plots.examples import example_images, example_rows
 from plausible.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
@@ -14,7 +15,9 @@ from plausible.plots.sweeping import sweep
 from plausible.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
 
 __all__ = [
+    "autocorrelation",
     "chain_trace",
+    "energy",
     "ess_growth",
     "evidence",
     "example_images",
@@ -25,12 +28,14 @@ __all__ = [
     "predictive_band",
     "pruned_weights",
     "quantile_calibration",
+    "rank",
     "rank_histogram",
     "reliability",
     "risk_coverage",
     "snr",
     "snr_cdf",
     "sweep",
+    "trace",
     "training_trace",
     "weight_histogram",
 ]

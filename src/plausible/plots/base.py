@@ -64,6 +64,18 @@ def chains_of(draws: Any, x: Any = None) -> np.ndarray:
     return found.detach().cpu().double().numpy()
 
 
+def named_chains(draws: Any, x: Any = None, names: Any = None) -> tuple[np.ndarray, list[str]]:
+    """Draws in chains [chains, draws, quantities] and what each is called: f(x), weights that match `names`, or an array."""
+    if isinstance(draws, Posterior):
+        from plausible.diagnostics import LIMIT
+        from plausible.sampling.summaries import quantities, stored
+
+        found, words = quantities(stored(draws), x, names, LIMIT)
+        return found.detach().cpu().double().numpy(), words
+    values = chains_of(draws)
+    return values, ["value"] if values.shape[2] == 1 else [f"quantity {q}" for q in range(values.shape[2])]
+
+
 def chosen_quantity(values: np.ndarray, quantity: int) -> np.ndarray:
     """[chains, draws] of one quantity."""
     if not -values.shape[2] <= quantity < values.shape[2]:

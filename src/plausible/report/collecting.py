@@ -18,6 +18,7 @@ from plausible.data import num_rows, take
 from plausible.posterior import DrawsPosterior, Posterior
 from plausible.predictive import Predictive
 from plausible.report.evidence import NUMBERS, QUANTILES, Evidence, Output
+from plausible.sampling import summaries
 from plausible.serialise import Opaque
 from plausible.special import double
 
@@ -210,9 +211,12 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     found = _plain_numbers(posterior.diagnostics(some))
     if not isinstance(posterior, DrawsPosterior) or len(posterior) // posterior.chains < 4:
         return found, {}
-    each = len(posterior) // posterior.chains
-    values = posterior.functions(some).reshape(len(posterior), len(chosen), -1)[: each * posterior.chains]
-    chains = values.reshape(each, posterior.chains, len(chosen), -1).transpose(0, 1)  # [chains, draws, inputs, outputs]
+    if "rhat" in found and posterior.chains > 1:
+        apart = summaries.convergence(posterior).get("rhat")
+        found |= {} if apart is None else {"rhat_weights": apart}
+    values = summaries.function_chains(posterior, some)
+    chains = values.reshape(*values.shape[:3], -1)  # [chains, draws, inputs, outputs]
+    each = chains.shape[1]
     spread = torch.linspace(0, len(chosen) - 1, min(_TRACED, len(chosen))).long().unique()
     traced = double(chains[:, :, spread, 0])[0].cpu()
     flat = double(chains.reshape(posterior.chains, each, -1))[0].cpu()
@@ -222,6 +226,9 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
         flat = flat[..., (flat.amax((0, 1)) > flat.amin((0, 1)))]
         if flat.shape[-1]:
             traces |= {"rhat": convergence.rhat(flat).numpy(), "ess": convergence.ess_bulk(flat).numpy()}
+    known = getattr(posterior, "statistics", {})
+    if summaries.has_momenta(posterior, known):
+        traces["energy"] = known["energy"].numpy()
     return found, traces
 
 

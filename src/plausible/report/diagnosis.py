@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from plausible.report.evidence import Evidence
 from plausible.report.verdicts import COLLAPSED, Verdict
-from plausible.report.words import number, percent, plural
-
-RHAT, RHAT_BAD = 1.01, 1.05
-ESS = 100
-"""Effective draws per chain below which means and intervals are rough (Vehtari et al. 2021)."""
+from plausible.report.words import percent
+from plausible.sampling.verdicts import judged
 
 KL_SHARE = 0.9
 
@@ -21,53 +17,16 @@ KL_SHARE = 0.9
 def diagnosis(evidence: Evidence) -> list[Verdict]:
     """Everything worth saying about the fit, the worst first."""
     found = [
-        *chains(evidence), *divergences(evidence), *collapse(evidence), *kl(evidence), *unfinished(evidence),
-        *interrupted(evidence),
+        *chains(evidence), *collapse(evidence), *kl(evidence), *unfinished(evidence), *interrupted(evidence),
     ]  # fmt: skip
     order = {"bad": 0, "unclear": 1, "plain": 2, "good": 3}
     return sorted(found, key=lambda verdict: order[verdict.tone])
 
 
 def chains(evidence: Evidence) -> list[Verdict]:
-    """R̂ and effective sample sizes of function values."""
-    rhat, count = evidence.diagnostics.get("rhat"), evidence.diagnostics.get("chains") or 1
-    if rhat is None:
-        return []
-    found = []
-    advice = (
-        "Run the chains longer, drop more as burn-in, or lower the step size; start several chains from different points "
-        "to see whether they meet. Until then intervals are narrower than the posterior."
-    )
-    who = "The chains disagree" if count > 1 else "The chain has not settled: its first and second half disagree"
-    if not rhat <= RHAT_BAD:
-        value = number(float(rhat)) if math.isfinite(rhat) else "not finite"
-        found.append(Verdict("bad", f"{who}: the worst R̂ is {value}.", f"Above {RHAT_BAD} is a clear failure.", advice))
-    elif rhat > RHAT:
-        found.append(
-            Verdict("unclear", f"{who} a little: the worst R̂ is {rhat:.3f}.", f"Above {RHAT} look twice.", advice)
-        )
-    else:
-        found.append(Verdict("good", f"The chains agree: the worst R̂ is {rhat:.3f}."))
-    sizes = [evidence.diagnostics.get(name) for name in ("ess_bulk", "ess_tail")]
-    known = [float(size) for size in sizes if size is not None and math.isfinite(size)]
-    if known and min(known) < ESS * count:
-        draws = evidence.diagnostics.get("draws")
-        found.append(
-            Verdict(
-                "unclear",
-                f"There are few independent draws: {min(known):.0f} of {draws or 'all'} in effect.",
-                f"About {ESS} for each chain make means and 90 % intervals stable.",
-                "Run longer, or thin less.",
-            )
-        )
-    return found
-
-
-def divergences(evidence: Evidence) -> list[Verdict]:
-    """Transitions that failed."""
-    count = evidence.diagnostics.get("divergences") or 0
-    advice = "Lower the step size: the sampler leaves out parts of the posterior that are narrow."
-    return [Verdict("bad", f"{plural(count, 'transition')} diverged.", "", advice)] if count else []
+    """R̂ and effective sample sizes of function values, and what the transitions of the chains say."""
+    known = evidence.diagnostics
+    return judged(known, {"rhat": known["rhat_weights"]} if known.get("rhat_weights") is not None else None)
 
 
 def epistemic_share(evidence: Evidence) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from plausible import metrics
+from plausible import diagnostics, metrics
 from plausible.metrics.selective import curve
 from plausible.report.evidence import Output
 from plausible.report.statistics import count_range, rank_shares, wilson
@@ -215,8 +215,9 @@ def uncertainties(output: Output, xlabel: str) -> str:
 
 
 def training(history: Mapping[str, Sequence[float]], most: int = 6) -> list[str]:
-    """A trace of each logged term over the epochs."""
+    """A trace of each logged term over the epochs, or over the transitions of chains, warm-up among them."""
     found = []
+    unit, mean = ("transition", "Mean over the chains") if "divergent" in history else ("epoch", "Mean of each epoch")
     for name, values in list(history.items())[:most]:
         array = np.asarray(values, dtype=np.float64)
         if len(array) < 2 or not np.isfinite(array).any():
@@ -227,15 +228,17 @@ def training(history: Mapping[str, Sequence[float]], most: int = 6) -> list[str]
         early = float(np.quantile(finite, 0.1))
         if len(array) > 20 and high - early > 0 and (early - low) / (high - early) > 3:
             low = early - 0.2 * (high - early)  # a first epoch from a bad start would flatten all others
-        chart = Chart((1, len(array)), (low, high), "epoch", name.replace("_", " "))
+        chart = Chart((1, len(array)), (low, high), unit, name.replace("_", " "))
         chart.line(some + 1, array[some], "main")
         cut = " The beginning lies below the picture." if low > float(finite.min()) else ""
         found.append(
             figure(
-                chart.svg(f"{label(name)} over {len(array)} epochs, from {number(finite[0])} to {number(finite[-1])}."),
+                chart.svg(
+                    f"{label(name)} over {len(array)} {unit}s, from {number(finite[0])} to {number(finite[-1])}."
+                ),
                 name.replace("_", " "),
-                f"Mean of each epoch, on the scale of the whole data: {number(finite[0])} at first, {number(finite[-1])} "
-                f"at last.{cut}",
+                f"{mean}{', on the scale of the whole data' if name.startswith('log_') or unit == 'epoch' else ''}: "
+                f"{number(finite[0])} at first, {number(finite[-1])} at last.{cut}",
             )
         )
     return found
@@ -287,6 +290,28 @@ def chain_ranks(traces: Mapping[str, np.ndarray], bins: int = 20) -> str:
         "Ranks",
         "How the draws of each chain rank among those of all. Flat if chains agree; a chain that keeps to one side has not met the "
         "others.",
+    )
+
+
+def energies(traces: Mapping[str, np.ndarray], bins: int = 30) -> str:
+    """Energies around their mean and their changes from draw to draw, all chains together (Betancourt 2016)."""
+    energy = traces["energy"]
+    around, changes = (energy - energy.mean(1, keepdims=True)).ravel(), np.diff(energy, axis=1).ravel()
+    ends = float(np.quantile(np.abs(np.concatenate([around, changes])), 0.995)) or 1.0
+    edges = np.linspace(-ends, ends, bins + 1)
+    heights = [np.histogram(values, edges, density=True)[0] for values in (around, changes)]
+    chart = Chart((-ends, ends), (0, 1.1 * max(float(part.max()) for part in heights)), "energy (nats)", "density")
+    for part, kind, name in zip(heights, SERIES, ("around its mean", "change in a transition")):
+        chart.line(np.repeat(edges, 2)[1:-1], np.repeat(part, 2), kind, name)
+    found = diagnostics.ebfmi(torch.from_numpy(np.ascontiguousarray(energy))).numpy()
+    said = ", ".join(number(float(value), 2) for value in found)
+    return figure(
+        chart.svg(
+            f"Energies spread by {number(float(around.std()))} nats, their changes by {number(float(changes.std()))}."
+        ),
+        "Energies",
+        f"Changes should be about as wide as the energies themselves; much narrower ones reach the tails slowly. E-BFMI of the "
+        f"chains: {said}; below 0.3 is too small.",
     )
 
 

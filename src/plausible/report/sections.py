@@ -258,7 +258,10 @@ def training(evidence: Evidence) -> str:
 def diagnostics(evidence: Evidence, warnings: Sequence[Verdict]) -> str:
     """Warnings about the fit with what to do, the numbers, and the chains."""
     words = {"draws": "draws", "chains": "chains", "rhat": "worst R̂", "ess_bulk": "least effective draws, bulk",
-             "ess_tail": "least effective draws, tails", "divergences": "divergences"}  # fmt: skip
+             "ess_tail": "least effective draws, tails", "divergences": "divergences", "rhat_weights": "worst R̂ of weights",
+             "mcse": "largest error of a mean, in standard deviations", "acceptance_least": "acceptance of the worst chain",
+             "leapfrogs": "gradients a transition", "saturated": "share of trajectories cut at max_depth", "ebfmi": "least E-BFMI",
+             "ess_per_second": "effective draws a second"}  # fmt: skip
     known = {name: value for name, value in evidence.diagnostics.items() if value is not None}
     rows = [
         (
@@ -276,5 +279,7 @@ def diagnostics(evidence: Evidence, warnings: Sequence[Verdict]) -> str:
             found.append(figures.chain_ranks(evidence.traces))
         if "rhat" in evidence.traces:
             found.append(figures.convergence(evidence.traces))
+        if "energy" in evidence.traces:
+            found.append(figures.energies(evidence.traces))
         parts.append(f'<h3>Chains</h3><div class="grid">{"".join(found)}</div>')
     return "".join(parts)
