@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import cpu, laplace, variational
+from benchmarks import cpu, laplace, mcmc, variational
 
 cpu.main()
 variational.main()
 laplace.main()
+mcmc.main()
 if torch.cuda.is_available():
-    from benchmarks import gpu
+    from benchmarks import gpu, mcmc_gpu
 
     gpu.main()
+    mcmc_gpu.main()

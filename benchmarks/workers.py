@@ -61,11 +61,12 @@ def serve(run: Callable[[], Any], **questions: Callable[[], dict[str, Any]]) -> 
 class Worker:
     """A process that serves; where it fails or takes longer than `limit` seconds it is ended, and answers None.
 
-    `times` are the seconds of its turns by number, `bytes` what the first took at most beyond what was there before.
+    `times` are the seconds of its turns by number, `used` those of processors, `bytes` what the first took at most beyond what was
+    there before.
     """
 
     def __init__(self, words: Sequence[str], limit: float, quiet: bool = False):
-        self.limit, self.times, self.bytes = limit, dict[int, float](), 0
+        self.limit, self.times, self.used, self.bytes = limit, dict[int, float](), dict[int, float](), 0
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         self.process: subprocess.Popen[str] | None = subprocess.Popen(
             words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -90,12 +91,17 @@ class Worker:
         if number == 0:
             self.bytes = found["bytes"]
         if number or found["seconds"] > 5:
-            self.times[number] = found["seconds"]
+            self.times[number], self.used[number] = found["seconds"], found["cpu"]
 
     @property
     def seconds(self) -> float:
         """The median over turns."""
         return statistics.median(self.times.values()) if self.times else float("nan")
+
+    @property
+    def cpu(self) -> float:
+        """The median over turns of the processors' seconds."""
+        return statistics.median(self.used.values()) if self.used else float("nan")
 
     def ratio(self, base: Worker) -> float:
         """The median over turns of this time over that of `base` in the same turn."""
