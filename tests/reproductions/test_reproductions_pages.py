@@ -143,8 +143,11 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
 
 # Of some only a few cells are run here, and of "last-layer" and "laplace-lora" none: they take many minutes each.
 SOME_CELLS = {
+    "fidelity": ("linear-reference", "linear-exact"),
     "immer-2021": ("iris",), "in-between": ("curve-limit", "curve-laplace"), "mackay": ("robot-5x1", "robot-8x1"),
-    "neal": ("regression-3x1",), "permuted-mnist": ("fine-tuning", "kronecker"),
+    "neal": ("regression-3x1",), "neal-hmc": ("regression",), "robot-arm-hmc": ("robot",),
+    "permuted-mnist": ("fine-tuning", "kronecker"),
+    "small-net-evidence": ("one-unit-quadrature", "one-unit-smc"), "two-moons-modes": ("two-tempering",), "uci-hmc": ("boston-00",),
 }  # fmt: skip
 LONG = ("last-layer", "laplace-lora")
 

@@ -22,9 +22,15 @@ NAMES = {
     "laplace-lora": "adapters",
     "mackay": "mackay",
     "neal": "mackay",
+    "neal-hmc": "neal_hmc",
+    "robot-arm-hmc": "neal_hmc",
     "immer-2021": "immer",
     "in-between": "in_between",
     "last-layer": "last_layer",
+    "fidelity": "fidelity",
+    "small-net-evidence": "small_nets",
+    "two-moons-modes": "mode_hopping",
+    "uci-hmc": "uci_hmc",
 }
 """Name of each reproduction → the file it is in."""
 

@@ -150,7 +150,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A published experiment: its cells, and the tables and figures made of them. `page` is the file in docs/reproductions."""
+    """A published experiment: its cells, and the tables and figures made of them. `page` is the file in docs/reproductions.
+
+    `seeds` are those of each size, where none are asked for.
+    """
 
     name: str
     title: str
@@ -158,6 +161,7 @@ class Reproduction:
     cells: tuple[Cell, ...]
     parts: tuple[Part, ...]
     page: str
+    seeds: Mapping[Size, int] = field(default_factory=lambda: SEEDS)
 
     def cell(self, name: str) -> Cell:
         """The cell of this name."""

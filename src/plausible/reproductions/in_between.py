@@ -2,8 +2,9 @@
 
 Of a network with one hidden layer of ReLU units and independent Gaussian weights, the variance of f between two points on a line
 across the origin, or along an axis, is at most the sum of those at the points (Foong, Burt, Li and Turner 2020). The linearised
-Laplace approximation, whose weights are correlated, has no such limit. The truth that both are held against is the posterior of
-the Gaussian process to which wide networks with this prior tend, which is exact algebra.
+Laplace approximation, whose weights are correlated, has no such limit. They are held against the posterior of the network itself,
+by Hamiltonian Monte Carlo, and against that of the Gaussian process to which wide networks with this prior tend, which is exact
+algebra.
 
 Distances are λ along the line through the centres of the clusters: −1 and 1 are the centres.
 """
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 
 from plausible import datasets, random
 from plausible.compare.tables import mean
+from plausible.diagnostics import ess, rhat
 from plausible.fitting import fit
 from plausible.laplace_posterior import LaplacePosterior
 from plausible.likelihoods import Gaussian as Noise
-from plausible.methods import MAP, Ensemble, Laplace, MeanField, Method
+from plausible.methods import HMC, MAP, Ensemble, Laplace, MeanField, Method
 from plausible.posterior import MixturePosterior, Posterior
 from plausible.priors import FanIn, Gaussian, Patterns
 from plausible.reproductions import figures
@@ -81,6 +83,9 @@ def run(settings: Clusters, request: Request) -> dict[str, Any]:
     found: dict[str, Any] = {"mean": [], "std": [], "at_data": [], "rmse": [], "distance": []}
     if settings.method is None:
         laws = [limit(settings, (x, y), at)]
+    elif isinstance(settings.method, HMC):
+        laws, chains = _sampled(settings, (x, y), at, len(line), request)
+        found |= chains
     else:
         laws, found["distance"] = _fitted(settings, (x, y), at, request)
     for f, std in laws:
@@ -126,6 +131,25 @@ def _fitted(
         predictive = posterior.predict(at, None if isinstance(settings.method, Laplace) else settings.draws, seed=seed)
         found.append((predictive.mean.flatten().cpu(), predictive.epistemic.flatten().sqrt().cpu()))
     return found, [round(p.report["distance"], 4) for p in posteriors if isinstance(p, LaplacePosterior)]
+
+
+def _sampled(
+    settings: Clusters, data: tuple[Tensor, Tensor], at: Tensor, along: int, request: Request
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+    """The same by chains, and how far to trust them: worst R̂ and effective draws of f along the line, the first `along` inputs."""
+    assert isinstance(settings.method, HMC)
+    laws = []
+    found: dict[str, list[float]] = {name: [] for name in ("rhat", "ess", "divergences", "acceptance")}
+    for seed in range(request.seed, request.seed + request.seeds):
+        posterior: Any = _fit(settings, data, settings.method, seed, request)
+        f = posterior.functions(at, None).flatten(1).double().cpu()
+        chains = f[:, :along].reshape(-1, settings.method.chains, along).transpose(0, 1)
+        laws.append((f.mean(0).float(), f.std(0).float()))
+        found["rhat"].append(round(float(rhat(chains).max()), 4))
+        found["ess"].append(round(float(ess(chains).min()), 1))
+        found["divergences"].append(int(posterior.statistics["divergent"].sum()))
+        found["acceptance"].append(round(float(posterior.statistics["acceptance"].mean()), 4))
+    return laws, found
 
 
 def _fit(settings: Clusters, data: tuple[Tensor, Tensor], method: Method, seed: int, request: Request) -> Posterior:
@@ -182,8 +206,8 @@ def kernel(x: Tensor, other: Tensor, weight: float, bias: float, depth: int = 1)
 
 DATA = {"curve": "a curve", "origin": "two dimensions, across the origin", "axis": "two dimensions, along an axis"}
 WORDS = {
-    "limit": "infinitely wide network, exact", "laplace": "Laplace, full", "laplace-diag": "Laplace, diagonal",
-    "mean-field": "variational, mean-field",
+    "limit": "infinitely wide network, exact", "hmc": "Hamiltonian Monte Carlo", "laplace": "Laplace, full",
+    "laplace-diag": "Laplace, diagonal", "mean-field": "variational, mean-field",
 }  # fmt: skip
 
 
@@ -199,12 +223,15 @@ def opening(data: str, method: str) -> Values:
 
 
 def claims(size: Size) -> list[Bound | Effect]:
-    """Laplace opens between the clusters; mean-field does not; the truth does."""
+    """HMC and Laplace open between the clusters, as the limit does; mean-field does not."""
     found: list[Bound | Effect] = []
     low, high = (None, None) if size == "tiny" else (3.0, 1.5)
     for data, words in DATA.items():
         found += [
             Bound(f"{words}: the exact limit", opening(data, "limit"), "opens", low=low, unit="×"),
+            Bound(f"{words}: HMC", opening(data, "hmc"), "opens", low=low, unit="×"),
+            Bound(f"{words}: HMC, worst R̂ of f along the line", number(f"{data}-hmc", "rhat"),
+                  high=None if size == "tiny" else 1.05, unit=""),
             Bound(f"{words}: Laplace, full", opening(data, "laplace"), "opens", low=low, unit="×"),
             Bound(f"{words}: Laplace, diagonal", opening(data, "laplace-diag"), unit="×"),
             Bound(f"{words}: mean-field", opening(data, "mean-field"), "stays", high=high, unit="×"),
@@ -215,7 +242,8 @@ def claims(size: Size) -> list[Bound | Effect]:
                 "> 0",
                 "×",
             ),
-        ]
+            Effect(f"{words}: HMC above mean-field", paired(opening(data, "hmc"), opening(data, "mean-field")), 1, "> 0", "×"),
+        ]  # fmt: skip
     return found
 
 
@@ -227,7 +255,15 @@ def sheets(results: Results) -> list[Sheet]:
         columns = [mean(result[key]).text(3) for key in ("between", "at_data", "rmse", "distance")]
         rows.append((DATA[data], WORDS[method], *columns))
     head = ("data", "method", "between", "at the data", "residuals, root mean square", "distance from the mode")
-    return [Sheet("Standard deviation of f", head, tuple(rows))]
+    chains = [
+        (DATA[name.partition("-")[0]], *(mean(result[key]).text(3) for key in ("rhat", "ess", "acceptance", "divergences")))
+        for name, result in results.items() if "rhat" in result
+    ]  # fmt: skip
+    found = [Sheet("Standard deviation of f", head, tuple(rows))]
+    if chains:
+        heads = ("data", "worst R̂ of f along the line", "fewest effective draws", "acceptance", "divergences")
+        found.append(Sheet("Chains", heads, tuple(chains)))
+    return found
 
 
 def draw_bands(results: Results) -> Figure:
@@ -297,7 +333,7 @@ def draw_widths(results: Results) -> Figure:
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("standard deviation of f")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
     return figure
 
 
@@ -307,12 +343,17 @@ def draw_widths(results: Results) -> Figure:
 MODE = MAP(epochs=5_000, batch_size=None, lr=Cosine(1e-2))
 METHODS: dict[str, Method | None] = {
     "limit": None,
+    "hmc": HMC(draws=400, chains=4, warmup=300, leapfrogs=800),
     "laplace": Laplace(structure="full", mode=MODE, polish=500),
     "laplace-diag": Laplace(structure="diag", mode=MODE, polish=500),
     "mean-field": MeanField(epochs=50_000, batch_size=None, lr=Cosine(1e-2)),
 }
 STEPS: dict[Size, tuple[int, int]] = {"full": (5_000, 50_000), "reduced": (2_000, 6_000), "tiny": (20, 20)}
 """Of the mode, and of the evidence bound."""
+CHAINS: dict[Size, dict[str, Any]] = {
+    "full": {"draws": 2000, "warmup": 1000}, "reduced": {}, "tiny": {"draws": 8, "chains": 2, "warmup": 4, "leapfrogs": 3},
+}  # fmt: skip
+"""Of Hamiltonian Monte Carlo, where other than above."""
 
 
 def cell(data: str, method: str) -> Cell:
@@ -320,7 +361,9 @@ def cell(data: str, method: str) -> Cell:
     found: dict[Size, Clusters] = {}
     for size, (mode, bound) in STEPS.items():
         own = METHODS[method]
-        if isinstance(own, Laplace):
+        if isinstance(own, HMC):
+            own = replace(own, **CHAINS[size])
+        elif isinstance(own, Laplace):
             own = replace(own, mode=replace(MODE, epochs=mode), polish=20 if size == "tiny" else own.polish)
         elif own is not None:
             own = replace(own, epochs=bound)  # type: ignore[call-arg, type-var]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from plausible import storage
@@ -61,7 +62,8 @@ def _section(found: Reproduction, size: Size, results: Results, place: Folder) -
         lines += [_markdown(sheet) for sheet in sheets(part, size, own)]
         image = place.path / f"{part.key}.svg"
         if image.exists():
-            lines.append(f"![{part.title}]({found.name}/{size}/{image.name})")
+            shown = os.path.relpath(image, (place.out / f"{found.page}.md").parent)
+            lines.append(f"![{part.title}]({Path(shown).as_posix()})")
     lines.append(_provenance(results))
     return "\n\n".join(lines)
 
