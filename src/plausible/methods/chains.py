@@ -21,6 +21,7 @@ from plausible.model import Model
 from plausible.posterior import Posterior
 from plausible.sampling.adaptation import Slope
 from plausible.sampling.gibbs import Hierarchy
+from plausible.sampling.posterior import PREFIX
 from plausible.sampling.target import ModelTarget, Target
 from plausible.weights import Weights, index, stack, unstack
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from plausible.engine import Fitted
 
 log = logging.getLogger("plausible")
-STATISTICS = "chain."  # what names of the statistics kept beside each draw begin with
 
 
 class Running(NamedTuple):
@@ -214,8 +214,8 @@ class Chains(Method):
         beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
         named = {
             **target.named(state.position),
-            **{STATISTICS + name: value for name, value in beside.items()},
-            **{f"{STATISTICS}precision.{name}": value for name, value in state.precisions.items()},
+            **{PREFIX + name: value for name, value in beside.items()},
+            **{f"{PREFIX}precision.{name}": value for name, value in state.precisions.items()},
         }
         rest = {name: value.expand(self.chains, *value.shape) for name, value in target.rest.items()}
         return {**rest, **index(named, slice(self.chains))}

@@ -15,9 +15,8 @@ from plausible.sampling.adaptation import Adaptation, Slope, Warmup, first_step
 from plausible.sampling.integrators import gradients, integrate, scheme_for
 from plausible.sampling.metrics import Kind, Metric, check_metric
 from plausible.sampling.target import Evaluation, Point, Target
+from plausible.sampling.trees import DIVERGENT
 from plausible.serialise import check_number, register
-
-DIVERGENT = 1000.0  # nats of energy error from which a trajectory counts as divergent
 
 
 @register

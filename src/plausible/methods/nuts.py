@@ -23,7 +23,7 @@ EARLY_DEPTH = 8  # before the first masses are known trajectories are cut at 2�
 class NUTS(Chains):
     """p ~ N(0, M),  (q*, p*) drawn by e^(−H) from a path that doubles until p♯_i · Σp ≤ 0 at an end of one of its halves
 
-    The no-U-turn sampler (Hoffman & Gelman 2014), as Stan runs it.
+    The no-U-turn sampler (Hoffman & Gelman 2014), with the trees and the warm-up windows of Stan.
 
     H(q, p) = −log p(q, D) + ½pᵀM⁻¹p, p♯ = M⁻¹p. The path doubles forwards or backwards in time, at most `max_depth` times,
     until it or one of its subtrees turns round; states are drawn by their weights, later halves preferred (Betancourt 2017).
