@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,12 @@ from benchmarks.timing import interleave, micro
 from plausible import diagnostics
 from plausible.data import as_data
 from plausible.sampling.compiled import CapturedTarget
+from plausible.sampling.fused import fused_target
 from plausible.sampling.target import ModelTarget, Point
 
 
 def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int = 300) -> dict[str, float]:
-    """Trajectories of 50 leapfrogs, eager against captured against compiled and captured; then HMC and ChEES whole."""
+    """Trajectories of 50 leapfrogs: eager, captured, compiled and captured, fused into one kernel; then HMC and ChEES whole."""
     x, y, watched = (torch.from_numpy(part).cuda() for part in problem())
     net = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)).cuda()
     data = as_data((x, y), dtype=torch.float32, device=x.device)
@@ -45,8 +47,9 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
                 target.leapfrogs(point, step, mass, leapfrogs)
             return leapfrogs
 
-        ways = {"eager": eager, "captured": captured, "compiled and captured": compiled}
-        times = interleave({name: functools.partial(path, target) for name, target in ways.items()}, rounds=7)
+        fused = fused_target(eager)
+        ways = {"eager": eager, "captured": captured, "compiled and captured": compiled, "fused": fused}
+        times = interleave({name: functools.partial(path, target) for name, target in ways.items() if target}, rounds=7)
         for name, values in times.items():
             each = micro(values)
             result[f"{name}, {count} chains, µs per leapfrog"] = each
@@ -59,7 +62,7 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
         pl.ChEES(draws=draws, chains=chains, warmup=warmup),
     ):
         start = time.perf_counter()
-        warm = pl.fit(model, data, method, compile=True, progress=False)
+        warm: Any = pl.fit(model, data, method, compile=True, progress=False)
         first = time.perf_counter() - start
         start = time.perf_counter()
         more = warm.extend(draws, progress=False)

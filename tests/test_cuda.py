@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,28 @@ def test_curvature_is_the_same_on_the_gpu(structure: Any, network: str) -> None:
     }  # fmt: skip
     net, x, y = nets[network](), torch.randn(40, 12), torch.arange(40) % 3
     method = pl.Laplace(mode=None, structure=structure, rank=5)
-    with pytest.warns(UserWarning, match="not at a mode"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the network is not at a mode")
         here, there = (pl.fit(net, (x, y), method, device=device, progress=False) for device in ("cpu", "cuda"))
     for a, b in zip(here.moments(x[:5]), there.moments(x[:5])):
         torch.testing.assert_close(a, b.cpu(), rtol=5e-3, atol=2e-3 * float(a.abs().max()))
     assert here.log_evidence == pytest.approx(there.log_evidence, rel=1e-3)
     assert there.predict(x[:5]).probs.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "method", [pl.MAP(epochs=300), pl.MeanField(epochs=300), pl.HMC(draws=20, warmup=20, chains=2)]
+)
+def test_recurrent_nets_have_gradients_on_the_gpu(method: Any, dropout: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(_Last(nn.LSTM(4, 5, num_layers=2, dropout=dropout, batch_first=True)), nn.Linear(5, 1))
+    x = torch.randn(60, 3, 4)
+    y = x[:, :, 0].sum(1, keepdim=True)
+    posterior = pl.fit(net, (x, y), method, device="cuda", progress=False)
+    after, before = posterior.predict(x).mean.cpu(), net.eval()(x).detach()
+    assert float((after - y).square().mean()) < 0.5 * float((before - y).square().mean())
+    torch.testing.assert_close(posterior.functions(x), posterior.functions(x))  # no dropout in predictions
 
 
 class _Last(nn.Module):

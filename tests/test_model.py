@@ -1295,3 +1295,40 @@ def test_a_model_is_built_from_any_data() -> None:
     data = as_data((randn(N, 3), randn(N, 1)), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(mlp(dtype=torch.float32), likelihoods.Gaussian(), priors.Gaussian(), data.all(), num_data=N)
     assert isinstance(quick(model, data), DrawsPosterior)
+
+
+class _Locked(nn.GRU):
+    """Drops out inputs in training mode, as PyTorch's own recurrent layers do not."""
+
+    def forward(self, x, hx=None):
+        return super().forward(nn.functional.dropout(x, 0.5, training=self.training), hx)
+
+
+class _Read(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("layer", [
+    nn.LSTM(4, 5, batch_first=True), nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True), _Locked(4, 5, batch_first=True),
+])  # fmt: skip
+def test_recurrent_layers_are_one_function_in_evaluation_mode(layer):
+    x = torch.randn(6, 3, 4)
+    network = _Read(layer)
+    model = Model.build(
+        network, likelihoods.Gaussian(1.0), pl.priors.Gaussian(), Batch(x, torch.randn(6, 1)), num_data=6
+    )
+    for _ in range(2):  # before and after a pass in training mode
+        forth, back = (model.outputs(model.initial, rows) for rows in (x, x.flip(0)))
+        torch.testing.assert_close(forth, back.flip(0))
+        torch.testing.assert_close(forth, network.eval()(x))
+        model.outputs(model.initial, x, train=True)
+    dropped = model.outputs(model.initial, x, train=True)
+    assert torch.equal(dropped, model.outputs(model.initial, x, train=True)) == (
+        type(layer) is nn.LSTM and not layer.dropout
+    )
+    assert all(not module.training for module in network.modules())

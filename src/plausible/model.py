@@ -32,11 +32,13 @@ from plausible.networks import (
     choose,
     describe,
     how_to_call,
+    keep_gradients,
     last_uses,
     layer,
     private_copy,
     reset_of,
     slots,
+    without_cudnn,
 )
 from plausible.priors import Prior
 from plausible.stacking import transformed
@@ -101,6 +103,8 @@ class Model:
         self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
         self._spread = how_to_call(network)
         self._slots = slots(network)
+        on_gpu = any(parameter.is_cuda for parameter in network.parameters())
+        self._recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase) and on_gpu]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building
@@ -270,7 +274,7 @@ class Model:
         devices = {b.device for b in before.values() if b.device.type == "cuda"}
         with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
             self.check_inputs(x, train=True, weights={**self.initial, **after})
-        self.network.eval()
+        keep_gradients(self.network.eval())
         return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
 
     def last_layer(self, example: Batch) -> tuple[str, ...]:
@@ -327,11 +331,12 @@ class Model:
             self.network.train(train)
             for name in self.evaluated if train else ():
                 self.network.get_submodule(name).training = False
-        if self.precision is None:
-            result = self._call(weights, x)
+            keep_gradients(self.network)
+        if self._recurrent and not all(layer.training for layer in self._recurrent):
+            with without_cudnn():
+                result = self._called(weights, x)
         else:
-            with torch.autocast(device_type=_first(weights).device.type, dtype=self.precision):
-                result = self._call(weights, x)
+            result = self._called(weights, x)
         if self.output is not None:
             result = self._pick(result)
         if not isinstance(result, Tensor):
@@ -341,6 +346,13 @@ class Model:
                 f"for example output={hint}"
             )
         return result.to(_first(weights).dtype) if self.precision is not None else result
+
+    def _called(self, weights: Mapping[str, Tensor], x: Any) -> Any:
+        """In the model's precision."""
+        if self.precision is None:
+            return self._call(weights, x)
+        with torch.autocast(device_type=_first(weights).device.type, dtype=self.precision):
+            return self._call(weights, x)
 
     def _pick(self, result: Any) -> Any:
         assert self.output is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,11 +61,34 @@ def private_copy(network: nn.Module) -> nn.Module:
     """A copy in evaluation mode, so that the user's module is never changed."""
     check_network(network)
     try:
-        return copy.deepcopy(network).eval()
+        return keep_gradients(copy.deepcopy(network).eval())
     except Exception as error:  # whatever a module's __deepcopy__ or __reduce__ may raise
         raise ValueError(
             f"network cannot be copied ({error}); modules must support copy.deepcopy so that yours is never changed"
         ) from error
+
+
+def keep_gradients(network: nn.Module) -> nn.Module:
+    """The network with its recurrent layers in training mode: in evaluation mode cuDNN gives no gradients of them.
+
+    Only PyTorch's own ones that are the same function in both modes: those with dropout between their layers, subclasses, and one
+    that is the whole network stay as they are (and run `without_cudnn`).
+    """
+    for layer in network.modules():
+        if type(layer) in (nn.RNN, nn.LSTM, nn.GRU) and not layer.dropout and layer is not network:
+            layer.training = True
+    return network
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Kernels of PyTorch's own, whose recurrent layers have gradients in evaluation mode too."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def check_parameters(parameters: Weights) -> None:

@@ -45,6 +45,7 @@ _HARMLESS = {
     Tensor.is_sparse.__get__, Tensor.grad.__get__, Tensor.is_leaf.__get__, Tensor._version.__get__,  # type: ignore[attr-defined,union-attr]
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride, Tensor.is_contiguous,
     torch.is_floating_point, torch.is_complex, torch.numel,
+    Tensor.data_ptr, Tensor.get_device, torch._cudnn_rnn_flatten_weight,  # cuDNN's recurrent nets look before they run
 }  # fmt: skip
 
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}

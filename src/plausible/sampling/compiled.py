@@ -21,7 +21,7 @@ from plausible.weights import Weights
 
 log = logging.getLogger("plausible")
 BLOCK = 8
-NATIVE_FROM = 2_000  # gradients from which building native code pays
+NATIVE_FROM = 2_000  # gradients from which building native code or a kernel pays
 COMPILE_FROM = 100_000  # and from which compiling what is captured does
 
 
@@ -216,11 +216,16 @@ def can_trace(target: ModelTarget) -> bool:
 def faster(target: ModelTarget, wish: Any, gradients: int) -> tuple[ModelTarget, str]:
     """The fastest form of a target that pays for about so many gradients, and its name; decided without a clock.
 
-    "native": C++ for perceptrons on a CPU, built in seconds. "compiled": by inductor, where it is asked for. "captured": a CUDA
-    graph. "eager" otherwise, and where nothing else is possible.
+    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by inductor,
+    where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
     """
     if wish is False:
         return target, "eager"
+    if target.device.type == "cuda" and (wish is True or gradients >= NATIVE_FROM):
+        from plausible.sampling.fused import fused_target
+
+        if (fused := fused_target(target)) is not None and _runs(fused, target):
+            return fused, "fused"
     if target.device.type == "cpu" and (wish is True or gradients >= NATIVE_FROM):
         from plausible.sampling.native import native_target
 
@@ -232,6 +237,13 @@ def faster(target: ModelTarget, wish: Any, gradients: int) -> tuple[ModelTarget,
     found = kind.of(target)
     if isinstance(found, CapturedTarget):
         found.inner = wish is True or gradients >= COMPILE_FROM
+    if not _runs(found, target):
+        return target, "eager"
+    return found, "captured" if isinstance(found, CapturedTarget) else "compiled"
+
+
+def _runs(found: ModelTarget, target: ModelTarget) -> bool:
+    """Whether a leapfrog of no length works; a warning where it does not."""
     try:
         q = torch.zeros(target.chains, target.size, dtype=target.dtype, device=target.device)
         with torch.no_grad():
@@ -239,6 +251,6 @@ def faster(target: ModelTarget, wish: Any, gradients: int) -> tuple[ModelTarget,
             found.leapfrogs(Point(q, q, *at), torch.zeros(len(q), device=q.device), torch.ones_like(q[0]), 1)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        log.warning("leapfrogs could not be compiled (%s): they run eagerly", reason)
-        return target, "eager"
-    return found, "captured" if isinstance(found, CapturedTarget) else "compiled"
+        log.warning("%s leapfrogs could not be built (%s): others are taken", type(found).__name__, reason)
+        return False
+    return True

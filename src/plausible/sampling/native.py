@@ -14,7 +14,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,12 @@ gradient over that of this code is 7 to 10 for layers of up to 50 × 50, 3.4 at 
 0.8 at 784 × 400."""
 
 
-class _Unsuitable(Exception):
+class Unsuitable(Exception):
     """Why there is no machine code for this target."""
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise _Unsuitable(reason)
+    raise Unsuitable(reason)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,13 +77,9 @@ class _Kernel:
         self.lanes, self.tile, self.stride = found
         rows = len(batch.y)
         weight = torch.ones(rows) if batch.weight is None else batch.weight
-        scale = getattr(target.model.likelihood, "scale", None)
-        outputs = target.model.output_shape[-1]
-        fixed = [1.0] * outputs if scale is None or isinstance(scale, str) else scale
-        fixed = [fixed] * outputs if isinstance(fixed, float) else list(fixed)
         self.tensors = (  # kept alive: the code has their addresses
             self._tiled(batch.x, target.dtype), self._tiled(batch.y.reshape(rows, -1), target.dtype),
-            self._tiled(weight[:, None], target.dtype), torch.tensor(fixed, dtype=torch.float64),
+            self._tiled(weight[:, None], target.dtype), torch.tensor(fixed_scales(target), dtype=torch.float64),
         )  # fmt: skip
         vectors = -(-rows // self.lanes)
         self.problem = _Problem(vectors, *(t.data_ptr() for t in self.tensors), float(weight.double().sum()))
@@ -121,7 +117,7 @@ class NativeTarget(ModelTarget):
     def __init__(self, target: ModelTarget, library: ctypes.CDLL, threads: int | None = None):
         vars(self).update(vars(target))
         self.kernel, self.threads = _Kernel(library, target), threads
-        self.own = _own_precision(target)
+        self.own = own_precision(target)
 
     def evaluate(self, position: Tensor) -> Evaluation:
         """One pass over the data for each chain."""
@@ -239,7 +235,7 @@ def native_target(target: ModelTarget, threads: int | None = None) -> NativeTarg
     try:
         library = load(_written(target))
         return NativeTarget(target, library, threads)
-    except (_Unsuitable, BuildError) as reason:
+    except (Unsuitable, BuildError) as reason:
         log.debug("no machine code for this target: %s", reason)
         return None
 
@@ -248,11 +244,27 @@ def native_target(target: ModelTarget, threads: int | None = None) -> NativeTarg
 # What the network is
 
 
+class Perceptron(NamedTuple):
+    """Layers, the kind of likelihood, and where a learned log scale lies in a position."""
+
+    layers: list[Layer]
+    likelihood: str
+    noise: int | None
+
+
 def _written(target: ModelTarget) -> str:
-    """The program for this target; `_Unsuitable` where there is none."""
-    model, data = target.model, target.data
+    """The program for this target; `Unsuitable` where there is none."""
     if target.device.type != "cpu":
         _refuse(f"weights are on {target.device}")
+    found = perceptron(target)
+    if max(layer.inputs * layer.outputs for layer in found.layers) > LARGEST:
+        _refuse(f"a layer of more than {LARGEST:,} weights, for which matrix products are faster")
+    return source(found.layers, found.likelihood, target.size, found.noise, double=target.dtype == torch.float64)
+
+
+def perceptron(target: ModelTarget) -> Perceptron:
+    """The network of this target, read off its modules; `Unsuitable` where it is another one than a perceptron."""
+    model, data = target.model, target.data
     if target.dtype not in (torch.float32, torch.float64):
         _refuse(f"weights are {target.dtype}")
     if model.points or model.buffers or model.output is not None or model.precision is not None:
@@ -264,7 +276,7 @@ def _written(target: ModelTarget) -> str:
     x, y = data.batch.x, data.batch.y
     if data.batch.mask is not None:
         _refuse("masked targets")
-    if x.ndim != 2 or x.dtype != target.dtype or x.device.type != "cpu" or not len(x):
+    if x.ndim != 2 or x.dtype != target.dtype or x.device.type != target.device.type or not len(x):
         _refuse(f"inputs are {x.dtype} of shape {list(x.shape)} on {x.device}")
     offsets, at = {}, 0
     for name, weight in target.like.items():
@@ -278,9 +290,7 @@ def _written(target: ModelTarget) -> str:
     own += 0 if noise is None else target.like[LOG_SCALE].numel()
     if own != target.size:
         _refuse("weights that are tied, frozen or of other modules")
-    if max(layer.inputs * layer.outputs for layer in layers) > LARGEST:
-        _refuse(f"a layer of more than {LARGEST:,} weights, for which matrix products are faster")
-    return source(layers, kind, target.size, noise, double=target.dtype == torch.float64)
+    return Perceptron(layers, kind, noise)
 
 
 def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tensor) -> tuple[str, int | None]:
@@ -348,7 +358,15 @@ def _activation(module: nn.Module) -> tuple[str, tuple[float, float]] | None:
     return None
 
 
-def _own_precision(target: ModelTarget) -> Tensor | None:
+def fixed_scales(target: ModelTarget) -> list[float]:
+    """σ of each output, where it is fixed (1 where it is learned, or there is none)."""
+    scale, outputs = getattr(target.model.likelihood, "scale", None), target.model.output_shape[-1]
+    if scale is None or isinstance(scale, str):
+        return [1.0] * outputs
+    return [scale] * outputs if isinstance(scale, float) else list(scale)
+
+
+def own_precision(target: ModelTarget) -> Tensor | None:
     """The precisions `[P]` of the model's prior, where all of it is centred Gaussian."""
     found: dict[str, float] = {}
     for leaf in leaves(target.model.prior, target.model.initial):
@@ -358,4 +376,4 @@ def _own_precision(target: ModelTarget) -> Tensor | None:
     return torch.cat([weight.new_full((weight.numel(),), found[name]) for name, weight in target.like.items()])
 
 
-__all__ = ["NativeTarget", "native_target"]
+__all__ = ["NativeTarget", "Perceptron", "Unsuitable", "fixed_scales", "native_target", "own_precision", "perceptron"]
