@@ -60,7 +60,7 @@ def blackjax_leapfrogs(chains: int) -> Callable[[int], None]:
 
 
 def numpyro_leapfrogs(chains: int) -> Callable[[int], None]:
-    """`numpyro.infer.HMC` without adaptation, many transitions in one program."""
+    """`numpyro.infer.HMC` without adaptation, many transitions in one program; several chains vectorised, as by its `MCMC`."""
     import jax
     import jax.numpy as jnp
     from numpyro.infer import HMC
@@ -72,7 +72,7 @@ def numpyro_leapfrogs(chains: int) -> Callable[[int], None]:
     )  # fmt: skip
     keys = jax.random.split(jax.random.PRNGKey(0), chains)
     state = kernel.init(keys if chains > 1 else keys[0], 0, first if chains > 1 else first[0], (), {})
-    step = jax.vmap(lambda s: kernel.sample(s, (), {})) if chains > 1 else (lambda s: kernel.sample(s, (), {}))
+    step = lambda s: kernel.sample(s, (), {})  # noqa: E731  vmapped by `init` where it got several keys
     compiled = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: step(s), s))
     return lambda count: jax.block_until_ready(compiled(state, count))
 
@@ -87,9 +87,8 @@ def numpyro_nuts(chains: int, warmup: int, draws: int, seed: int) -> dict[str, A
     kernel = NUTS(potential_fn=lambda q: -density(q))
     keys = jax.random.split(jax.random.PRNGKey(seed), chains)
     state = kernel.init(keys if chains > 1 else keys[0], warmup, first if chains > 1 else first[0], (), {})
-    step = jax.vmap(lambda s: kernel.sample(s, (), {})) if chains > 1 else (lambda s: kernel.sample(s, (), {}))
     begun = time.perf_counter()
-    compiled = jax.jit(step).lower(state).compile()
+    compiled = jax.jit(lambda s: kernel.sample(s, (), {})).lower(state).compile()  # vmapped, if `init` got several keys
     found = {"compile": time.perf_counter() - begun, **_chain(compiled, state, warmup, draws)}
     last = found.pop("state")
     sizes = np.atleast_1d(np.asarray(last.adapt_state.step_size))

@@ -170,6 +170,8 @@ def test_energy_that_momenta_cannot_move_has_a_small_ebfmi() -> None:
     assert math.isnan(diagnostics.ebfmi(torch.full((1, 9), 0.1))[0])
     with pytest.raises(ValueError, match=r"energy must be \[chains, draws\]"):
         diagnostics.ebfmi(torch.randn(5))
+    with pytest.raises(ValueError, match="change must have the shape"):
+        diagnostics.ebfmi(torch.randn(4, 100), torch.randn(100, 1))
 
 
 @pytest.mark.parametrize("rho", [-0.4, 0.0, 0.5, 0.9])

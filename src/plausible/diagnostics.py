@@ -270,16 +270,20 @@ def _checked(level: float) -> float:
     return level
 
 
-def ebfmi(energy: Tensor) -> Tensor:
+def ebfmi(energy: Tensor, change: Tensor | None = None) -> Tensor:
     """E-BFMI = mean (E_t − E_t−1)² / Var E of each chain: energies [chains, draws] → [chains] (Betancourt 2016).
 
     How far one draw of the momentum moves along the energies that the posterior has. Below 0.3 chains are slow to reach the tails:
-    the posterior has parts of very different width. NaN where the energy does not vary.
+    the posterior has parts of very different width. NaN where the energy does not vary. Energies of thinned chains do not follow
+    one another: give E_t − E_t−1 of single transitions as `change`, shaped like `energy` (`posterior.statistics["energy_change"]`).
     """
     if energy.ndim != 2 or energy.shape[1] < 2:
         raise ValueError(f"energy must be [chains, draws] with at least 2 draws, got {list(energy.shape)}")
+    if change is not None and change.shape != energy.shape:
+        raise ValueError(f"change must have the shape of energy, {list(energy.shape)}, got {list(change.shape)}")
     values = double(energy)[0]
-    found = values.diff(dim=1).square().mean(1) / values.var(dim=1, unbiased=True)
+    changes = values.diff(dim=1) if change is None else double(change)[0]
+    found = changes.square().mean(1) / values.var(dim=1, unbiased=True)
     return torch.where(values.amax(1) > values.amin(1), found, torch.nan)
 
 

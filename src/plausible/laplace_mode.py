@@ -23,6 +23,7 @@ from plausible.model import Model
 from plausible.priors import Gaussian, Hierarchical, Prior, as_prior
 from plausible.priors.composed import leaves
 from plausible.priors.earlier import earlier_posterior
+from plausible.special import widest
 from plausible.weights import Weights
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class Mode:
         if self.tally.log_likelihood is not None:
             self.log_likelihood = self.tally.log_likelihood.cpu()
             _, pull = log_prior_gradient(self.model, self.weights)
-            gradient = {n: (self.tally.gradient[n] + pull[n]) / self.model.temperature for n in self.names}
+            slope = self.tally.gradient
+            gradient = {n: (slope.pop(n) + pull.pop(n)).div_(self.model.temperature) for n in self.names}
         else:
             value, gradient = log_joint_gradient(self.model, self.weights, self.data)
             prior = self.model.log_prior(self.weights).detach().double()
@@ -124,7 +126,8 @@ class Mode:
                 "neither the data nor the prior say anything about some weights, so their variance is infinite: use a proper "
                 "prior, e.g. prior=priors.Gaussian(1.0)"
             )
-        self.report["gradient_norm"] = math.sqrt(sum(float(gradient[n].double().square().sum()) for n in self.names))
+        norms = [torch.linalg.vector_norm(gradient[n], dtype=widest(gradient[n].device)) for n in self.names]
+        self.report["gradient_norm"] = float(torch.stack(norms).norm())
         self.report["distance"] = math.sqrt(max(square, 0.0) / self.curvature.chosen)
 
     def better(self, other: Mode) -> bool:
@@ -231,7 +234,10 @@ def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], stru
     """
     found = _expected_precisions(model, weights, names)
     for name in (name for name in names if name not in found):
-        leaf = weights[name].detach().double().requires_grad_()
+        leaf = weights[name].detach()
+        if leaf.ndim and gaussian_rule(model.prior, name) and not isinstance(model.prior, Relevance):
+            leaf = leaf[:1]  # its elements have one precision, and the fan-in is that of any row
+        leaf = leaf.double().requires_grad_()
         with torch.enable_grad():
             total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()  # a flat prior has no graph of its own
             slope = torch.autograd.grad(total, leaf, create_graph=True)[0]

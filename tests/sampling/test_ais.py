@@ -9,6 +9,7 @@ import torch
 from conjugate import TARGET, TRUTH, from_prior, log_likelihood, moments
 
 import plausible as pl
+from plausible.methods.ais import descend
 from plausible.methods.annealed import anneal
 from plausible.sampling.tempering import effective
 from plausible.testing import LinearGaussian
@@ -68,6 +69,56 @@ def test_linear_gaussian_network() -> None:
     assert len(report["temperatures"]) == 80
     assert report["effective"] == pytest.approx(300 / (1 + 299 * report["log_evidence_error"] ** 2))
     assert len(posterior.weights()["weight"]) == 300  # type: ignore[arg-type]
+
+
+def from_posterior(rows: int, seed: int = 0) -> torch.Tensor:
+    """Exact draws `[rows, 2]`."""
+    mean, variance = moments(1.0)
+    return mean + variance.sqrt() * from_prior(rows, seed)
+
+
+@pytest.mark.parametrize("pilots", [0, 20])
+@pytest.mark.parametrize("trajectory", [1.5, 0.7], ids=["mixing", "moving little"])
+def test_paths_back_to_the_prior_give_the_inverse_of_the_evidence(trajectory: float, pilots: int) -> None:
+    """E W = 1/p(D), with moves of any kind that keep the weights' variance finite."""
+    method = pl.AnnealedImportance(
+        particles=4000, pilots=pilots, temperatures=100, leapfrogs=3, trajectory=trajectory, spacing="sigmoid"
+    )
+    value, error = descend(method, TARGET, from_posterior(method.rows), 1)
+    assert abs(math.exp(TRUTH - value) - 1) < Z * error
+    assert error < 0.1
+
+
+def test_paths_there_and_back_bracket_the_evidence() -> None:
+    """Few paths of few steps err to known sides: below on the way there, above on the way back."""
+    method = pl.AnnealedImportance(particles=4, pilots=10, temperatures=4, leapfrogs=3)
+    low = torch.tensor([method.evidence(anneal(method, TARGET, from_prior(14, seed), seed))[0] for seed in range(60)])
+    high = torch.tensor([descend(method, TARGET, from_posterior(14, seed), seed)[0] for seed in range(60)])
+    for values, side in ((low, -1), (high, 1)):
+        assert side * (float(values.mean()) - TRUTH) > 2 * float(values.std()) / math.sqrt(60)
+
+
+def test_upper_bound_of_chains_that_started_elsewhere() -> None:
+    problem = LinearGaussian()
+    chains = problem.fit(pl.HMC(draws=40, warmup=40, chains=2), init=problem.fit(pl.MAP(epochs=2)))
+    value, error = pl.AnnealedImportance(particles=20, pilots=10, temperatures=10).upper_bound(chains)
+    assert math.isfinite(value)
+    assert error > 0
+
+
+def test_upper_bound_of_a_network() -> None:
+    problem = LinearGaussian()
+    method = pl.AnnealedImportance(particles=300, pilots=40, temperatures=200)
+    chains = problem.fit(pl.HMC(draws=50, chains=8, warmup=100, leapfrogs=6))
+    value, error = method.upper_bound(chains)
+    assert value == pytest.approx(problem.log_evidence(), abs=Z * error)
+    assert error < 0.15
+    assert method.upper_bound(chains) == (value, error)
+    assert method.upper_bound(chains, seed=1) != (value, error)
+    with pytest.raises(ValueError, match="400 draws, and particles and pilots start at 600"):
+        pl.AnnealedImportance(particles=500, pilots=100).upper_bound(chains)
+    with pytest.raises(ValueError, match="must be one of chains"):
+        method.upper_bound(problem.fit(pl.MAP(epochs=2)))
 
 
 def test_bad_settings() -> None:

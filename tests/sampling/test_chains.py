@@ -200,3 +200,32 @@ def _model() -> pl.Model:
     x, y = data()
     prepared = as_data((x, y), dtype=x.dtype, device=x.device)
     return pl.Model.build(net(), pl.likelihoods.Gaussian(1.0), pl.priors.Gaussian(), prepared.all(), num_data=20)
+
+
+TINY: list[Any] = [
+    *(pl.HMC(draws=4, warmup=24, chains=2, leapfrogs=2, metric=metric) for metric in ("diag", "dense", "lowrank")),  # type: ignore[arg-type]
+    pl.NUTS(draws=4, warmup=24, chains=2, max_depth=3), pl.ChEES(draws=4, warmup=24, chains=2, max_leapfrogs=3),
+    pl.MCLMC(draws=4, warmup=60, chains=2), pl.MILE(draws=4, warmup=60, chains=2, mode=pl.MAP(epochs=3, patience=2)),
+    pl.MALA(draws=4, warmup=24, chains=2), pl.Metropolis(draws=4, warmup=24, chains=2, metric="dense"),
+    pl.EllipticalSlice(draws=4, warmup=4, chains=2),
+    pl.ParallelTempering(draws=4, warmup=24, chains=2, temperatures=3, leapfrogs=2),
+    pl.SMC(particles=8, pilots=4, moves=1), pl.AnnealedImportance(particles=8, pilots=4, temperatures=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prior", [None, pl.priors.Hierarchical(groups="layer")], ids=["gaussian", "hierarchical"])
+@pytest.mark.parametrize("method", TINY, ids=lambda m: f"{m.name}-{getattr(m, 'metric', '')}".strip("-"))
+def test_float32_networks_do_not_mind_another_default_type(method: Any, prior: Any) -> None:
+    """The same bits as without it: nothing is made in the default type."""
+    network, (x, y) = net(), data()
+    likelihood = pl.likelihoods.Gaussian("learned")
+    plain = pl.fit(network, (x, y), method, prior=prior, likelihood=likelihood, **QUIET)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = pl.fit(network, (x, y), method, prior=prior, likelihood=likelihood, **QUIET)
+        functions = wide.functions(x)
+    finally:
+        torch.set_default_dtype(before)
+    assert functions.dtype == torch.float32
+    assert torch.equal(functions, plain.functions(x))

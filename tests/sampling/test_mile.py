@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,23 @@ def test_chains_start_at_the_members_of_an_ensemble(trainings: list[int]) -> Non
     members = pl.fit(net, data, pl.Ensemble(MODE, members=3), **SETTINGS, seed=3)
     torch.testing.assert_close(chains.functions(data[0]), members.functions(data[0]), rtol=0, atol=1e-5)
     assert trainings == [3, 3]
+
+
+@pytest.mark.parametrize("wish", ["auto", True, False])
+def test_training_is_compiled_as_fit_is_asked_to(wish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    inner = engine.run
+
+    def looked_at(method: Any, model: Any, rows: Any, options: engine.Options) -> Any:
+        if isinstance(method, pl.Ensemble):
+            seen.append(options.compile)
+            options = replace(options, compile=False)
+        return inner(method, model, rows, options)
+
+    monkeypatch.setattr(engine, "run", looked_at)
+    net, data = problem()
+    pl.fit(net, data, pl.MILE(draws=1, chains=2, warmup=0, mode=pl.MAP(epochs=2)), **{**SETTINGS, "compile": wish})
+    assert seen == [wish]
 
 
 def test_chains_leave_their_modes() -> None:

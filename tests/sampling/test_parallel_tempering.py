@@ -153,6 +153,23 @@ def test_linear_gaussian_network_and_going_on() -> None:
     assert longer.log_evidence == pytest.approx(problem.log_evidence(), abs=Z * longer.run["log_evidence_error"])
 
 
+def test_masses_and_steps_after_a_short_warm_up() -> None:
+    # Densities of widths 1 and 0.001: inverse masses must span that, and steps must fit the new masses, not the ones before.
+    widths = torch.tensor([1.0, 0.03, 0.001], dtype=torch.float64)
+    target = Density(
+        lambda q: -0.5 * (q / widths).square().sum(-1),
+        3,
+        prior=lambda q: -0.5 * q.square().sum(-1),
+        dtype=torch.float64,
+    )
+    method = pl.ParallelTempering(draws=50, warmup=150, chains=3, temperatures=4, hottest=0.2, leapfrogs=20)
+    start = torch.randn(method.rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * widths
+    found = run(method, target, start)
+    assert 0.6 < float(found["acceptance"].mean()) < 0.97
+    mass = found["state"].adaptation.inverse_mass[0]
+    torch.testing.assert_close(mass, widths.square(), rtol=0.5, atol=0.0)
+
+
 def test_without_a_replica_at_the_prior_there_is_no_evidence() -> None:
     stream = torch.Generator().manual_seed(3)
     x = torch.randn(12, 1, generator=stream)

@@ -9,17 +9,24 @@ import torch
 from torch import Tensor
 
 
-def gradients(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor, together: bool) -> list[Tensor]:
-    """[K, *z.shape] for each z in `inner`, for columns [K, *outputs.shape]; 0 where f does not depend on z. Uses up the graph.
+def gradients(
+    outputs: Tensor, inner: Sequence[Tensor], columns: Tensor, together: bool, keep: bool = False
+) -> list[Tensor]:
+    """[K, *z.shape] for each z in `inner`, for columns [K, *outputs.shape]; 0 where f does not depend on z.
 
-    `together` is one batched backward pass, with matrix products of K times as many rows; else there are K passes.
+    `together` is one batched backward pass, with matrix products of K times as many rows; else there are K passes. The graph is
+    used up, unless it is to be kept.
     """
     if together:
-        found = torch.autograd.grad(outputs, inner, columns, is_grads_batched=True, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, inner, columns, is_grads_batched=True, allow_unused=True, retain_graph=keep
+        )
         return [z.new_zeros(len(columns), *z.shape) if g is None else g for z, g in zip(inner, found)]
     whole = [z.new_zeros(len(columns), *z.shape) for z in inner]
     for k, column in enumerate(columns):
-        found = torch.autograd.grad(outputs, inner, column, retain_graph=k + 1 < len(columns), allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, inner, column, retain_graph=keep or k + 1 < len(columns), allow_unused=True
+        )
         for kept, grad in zip(whole, found):
             if grad is not None:
                 kept[k] = grad

@@ -8,12 +8,13 @@ one for each of its elements). Everything but the sums is differentiable in s an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from plausible.curvature.gram import add_products
 from plausible.curvature.layers import Layer, Part
 from plausible.special import widest
 from plausible.weights import Weights
@@ -46,8 +47,11 @@ class Block(ABC):
         """How many numbers such a block keeps."""
 
     @abstractmethod
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:
-        """Add Σ JᵀS SᵀJ of a batch; `weight` [B] are example weights, which are in S already."""
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
+        """Add Σ JᵀS SᵀJ of a batch; `weight` [B] are example weights, which are in S already.
+
+        `again` says that these are further columns of the examples that were added last.
+        """
 
     def finish(self) -> None:  # noqa: B027
         """All data were added."""
@@ -134,41 +138,65 @@ class Diagonal(Block):
     def __init__(self, layers: Sequence[Layer], values: Weights | None = None):
         super().__init__(layers)
         self.values: Weights = values or {}
+        self._sums: dict[Layer, Tensor] = {}
+        self._open: dict[Layer, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def elements(cls, layers: Sequence[Layer]) -> int:
         """One number a weight."""
         return sum(layer.size for layer in layers)
 
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:  # noqa: ARG002
-        """Squares of the Jacobian, summed."""
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:  # noqa: ARG002
+        """Squares of the Jacobian, summed; those of rows over all columns, before they meet the inputs."""
         for part in parts:
-            for name, value in squares(part).items():
-                self.values[name] = self.values[name] + value if name in self.values else value
+            if part.layer.kind != "matrix" or part.shared:
+                self._sums[part.layer] = squares(part, self._sums.get(part.layer))
+            elif again:
+                _add_squares(self._open[part.layer][0], part.rows[:, :, 0])
+            else:
+                self._close(part.layer)
+                self._open[part.layer] = sum_of_squares(part.rows[:, :, 0]), part.columns[:, 0]
 
-    def _precision(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        return {name: scale * value + precision[name] for name, value in self.values.items()}
+    def _close(self, layer: Layer) -> None:
+        """Add the examples that were added last."""
+        if layer in self._open:
+            rows, columns = self._open.pop(layer)
+            if layer not in self._sums:
+                self._sums[layer] = rows.new_zeros(layer.matrix_shape)
+            add_products(self._sums[layer], rows, columns.square())
+
+    def finish(self) -> None:
+        """The sums, by weight."""
+        for layer in self.layers:
+            self._close(layer)
+        self.values = {n: v for layer in self.layers for n, v in layer.named(self._sums[layer]).items()}
+        self._sums = {}
+
+    def _precisions(self, precision: Mapping[str, Tensor], scale: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """s·h + τ, one weight after the other."""
+        return ((name, scale * value + precision[name]) for name, value in self.values.items())
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ log(s·h + τ)."""
-        return torch.stack([v.log().sum() for v in self._precision(precision, scale).values()]).sum()
+        return torch.stack([value.log().sum() for _, value in self._precisions(precision, scale)]).sum()
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
         """1/(s·h + τ)."""
-        return {name: 1 / value for name, value in self._precision(precision, scale).items()}
+        return {name: 1 / value for name, value in self._precisions(precision, scale)}
 
     def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
         """ξ/√(s·h + τ)."""
-        return {name: noise[name] * value.rsqrt() for name, value in self._precision(precision, scale).items()}
+        return {name: noise[name] * value.rsqrt() for name, value in self._precisions(precision, scale)}
 
     def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
         """(s·h + τ)v."""
-        return {name: vectors[name] * value for name, value in self._precision(precision, scale).items()}
+        return {name: vectors[name] * value for name, value in self._precisions(precision, scale)}
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ v²/(s·h + τ)."""
-        inner = self._precision(precision, scale)
-        return torch.stack([(vector[n].double().square() / value.double()).sum() for n, value in inner.items()]).sum()
+        wide = widest(scale.device)
+        inner = self._precisions(precision, scale)
+        return torch.stack([(vector[name].square() / value).sum(dtype=wide) for name, value in inner]).sum()
 
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ J²/(s·h + τ)."""
@@ -185,11 +213,11 @@ class Diagonal(Block):
         return cls(layers, dict(tensors))
 
 
-def squares(part: Part) -> Weights:
-    """Σ_{k,b} (JᵀS)² by weight."""
+def squares(part: Part, total: Tensor | None = None) -> Tensor:
+    """Σ_{k,b} (JᵀS)² where positions are shared, added to a total in place, in the shapes of `Part.summed`."""
     layer = part.layer
     if layer.kind == "vector":
-        return layer.split(part.rows.square().sum((0, 1)))
+        return _plus(total, part.rows.square().sum((0, 1)))
     if layer.kind == "table":
         _, out, into = layer.matrix_shape
         batch, positions = part.columns.shape
@@ -199,19 +227,23 @@ def squares(part: Part) -> Weights:
         rows = part.rows.reshape(len(part.rows), batch * positions, out)
         summed = rows.new_zeros(len(rows), len(unique), out).index_add_(1, inverse, rows)
         kept = unique >= 0
-        total = rows.new_zeros(into, out)
-        total.index_add_(0, unique[kept] % into, summed.square().sum(0)[kept])
-        return {layer.names[0]: total}
-    if not part.shared:
-        r = _sum_of_squares(part.rows[:, :, 0])
-        return layer.weights(torch.einsum("bgo,bgi->goi", r, part.columns[:, 0].square()))
-    return layer.weights(torch.stack([block.matrices().square().sum((0, 1)) for block in part.blocks()]).sum(0))
+        total = rows.new_zeros(into, out) if total is None else total
+        return total.index_add_(0, unique[kept] % into, summed.square().sum(0)[kept])
+    return _plus(total, torch.stack([block.matrices().square().sum((0, 1)) for block in part.blocks()]).sum(0))
 
 
-def _sum_of_squares(rows: Tensor) -> Tensor:
-    """Σ_k r_k², one column after the other: each fits into a cache, all of them do not."""
-    total = rows[0].square()
-    for row in rows[1:]:
+def _plus(total: Tensor | None, value: Tensor) -> Tensor:
+    return value if total is None else total.add_(value)
+
+
+def sum_of_squares(rows: Tensor) -> Tensor:
+    """Σ_k r_k² of rows [K, …]."""
+    return _add_squares(rows.new_zeros(rows.shape[1:]), rows)
+
+
+def _add_squares(total: Tensor, rows: Tensor) -> Tensor:
+    """One column after the other: each fits into a cache, all of them do not."""
+    for row in rows:
         total.addcmul_(row, row)
     return total
 
@@ -232,7 +264,7 @@ class Dense(Block):
         """P² in float64, and two copies while it is solved."""
         return 6 * sum(layer.size for layer in layers) ** 2
 
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:  # noqa: ARG002
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:  # noqa: ARG002
         """Products of the Jacobian."""
         size = sum(part.layer.size for part in parts)
         if self.matrix is None:

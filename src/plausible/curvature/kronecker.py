@@ -13,8 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plausible.curvature.blocks import KINDS, WIDE, Block
+from plausible.curvature.blocks import KINDS, WIDE, Block, squares
+from plausible.curvature.gram import add_gram
 from plausible.curvature.layers import Layer, Part
+from plausible.special import widest
 from plausible.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
@@ -55,34 +57,32 @@ class Kronecker(Block):
             total += groups * (own + 3 * out**2 + out * into)
         return total
 
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:
-        """Both factors."""
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
+        """Both factors; that of the inputs once."""
         (part,) = parts
-        c, r = part.columns, part.rows
-        batch, positions = r.shape[1:3]
-        reduced = self.sharing == "reduce" and positions > 1
+        reduced = self.sharing == "reduce" and part.shared
+        self.b = _grown(self.b, part.rows.sum(2, keepdim=True) if reduced else part.rows)
+        self.dtype = part.rows.dtype
+        if again:
+            return
+        c, batch = part.columns, part.rows.shape[1]
         total = float(batch if weight is None else weight.sum())
         if self.layer.kind == "table":
             a = self._counts(c, weight, reduced)
-            n = total if reduced else float(a.sum())
+            self.a = a if self.a is None else self.a.add_(a)
+            self.count += total if reduced else float(a.sum())
         else:
-            if reduced:
-                c = c.mean(1, keepdim=True)
-            w = c if weight is None else c * weight[:, None, None, None]
-            a = torch.einsum("ngi,ngj->gij", w.flatten(0, 1), c.flatten(0, 1)) if c.shape[2] > 1 else _gram(w, c)
-            n = total * c.shape[1]
-        if reduced:
-            r, n = r.sum(2, keepdim=True), total
-        b = _gram(r, r) if r.shape[3] == 1 else torch.einsum("kbtgo,kbtgp->gop", r, r)
-        self.add_factors(a, b, n, part.rows.dtype)
+            c = c.mean(1, keepdim=True) if reduced else c
+            self.a = _grown(self.a, c, weight)
+            self.count += total * c.shape[1]
 
-    def add_factors(self, a: Tensor, b: Tensor, n: float, dtype: torch.dtype) -> None:
-        """Sums that were made elsewhere, of a layer whose weights have this type; small ones are kept in float64."""
-        self.dtype = dtype
-        a, b = (v.double() if v.shape[-1] <= WIDE and v.device.type != "mps" else v for v in (a, b))
-        self.a = a if self.a is None else self.a + a
-        self.b = b if self.b is None else self.b + b
-        self.count += n
+    def add_final(self, columns: Tensor, b: Tensor, weight: Tensor | None) -> None:
+        """The same from the inputs [B, in] of a last layer, whose B [out, out] of the examples was made elsewhere."""
+        self.a = _grown(self.a, columns[:, None], weight)
+        b = b[None].to(_wide(b))
+        self.b = b if self.b is None else self.b.add_(b)
+        self.dtype = columns.dtype
+        self.count += float(len(columns) if weight is None else weight.sum())
 
     def _counts(self, ids: Tensor, weight: Tensor | None, reduced: bool) -> Tensor:
         """The diagonal of A: how often each row was used, or squares of the shares of the positions that used it."""
@@ -103,12 +103,11 @@ class Kronecker(Block):
         """Decompose the factors."""
         assert self.a is not None
         assert self.b is not None
-        values, out = _eigen(self.b)
-        inner, into = (self.a, None) if self.layer.kind == "table" else _eigen(self.a)
-        self.values = (values[:, :, None] * inner[:, None, :] / max(self.count, 1e-30)).to(self.dtype)
-        self.out = out.to(self.dtype).contiguous()  # as it is when it is read from a file
-        self.into = None if into is None else into.to(self.dtype).contiguous()
-        self.a = self.b = None
+        values, self.out = eigen(self.b, self.dtype)
+        self.b = None
+        inner, self.into = (self.a, None) if self.layer.kind == "table" else eigen(self.a, self.dtype)
+        self.a = None
+        self.values = ((values / max(self.count, 1e-30))[:, :, None] * inner[:, None, :]).to(self.dtype)
 
     def rotated(self, part: Part) -> tuple[Tensor, Tensor]:
         """Columns and rows in the eigenbases."""
@@ -119,9 +118,7 @@ class Kronecker(Block):
         """Add the second moments along the eigenvectors, which take the place of the products of eigenvalues."""
         if self.layer.kind == "table":
             rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
-            from plausible.curvature.blocks import squares
-
-            found = squares(Part(part.layer, part.columns, rows))[self.layer.names[0]].T[None]
+            found = squares(Part(part.layer, part.columns, rows)).T[None]
         else:
             c, r = self.rotated(part)
             own = Part(part.layer, c, r)
@@ -178,8 +175,8 @@ class Kronecker(Block):
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """In the eigenbases."""
-        turned = self._turn(self.layer.matrix(vector)[None], back=False)[0].double()
-        return (turned.square() / self._precisions(precision, scale).double()).sum()
+        turned = self._turn(self.layer.matrix(vector)[None], back=False)[0]
+        return (turned.square_() / self._precisions(precision, scale)).sum(dtype=widest(turned.device))
 
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ_ij (u_iᵀc)² (v_jᵀr_k)(v_jᵀr_l)/(s·values_ij + τ): no Jacobian where weights are not shared."""
@@ -219,26 +216,27 @@ class Kronecker(Block):
         return block
 
 
-def _gram(a: Tensor, b: Tensor) -> Tensor:
-    """Σ abᵀ over all but the last axis: [1, n, n].
-
-    Of a matrix with itself on the CPU by NumPy, which computes one half of the result.
-    """
-    alike, a, b = a is b, a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    if a.shape[-1] <= EXACT and a.device.type != "mps":  # for eigenvalues far below the largest
-        a = a.double()
-        b = a if alike else b.double()
-    if alike and a.device.type == "cpu" and a.dtype in (torch.float32, torch.float64):
-        own = a.detach().numpy()
-        return torch.from_numpy(own.T @ own)[None]
-    return (a.T @ b)[None]
+def _wide(matrix: Tensor) -> torch.dtype:
+    """float64 for small factors, for eigenvalues far below the largest."""
+    return torch.float64 if matrix.shape[-1] <= WIDE and matrix.device.type != "mps" else matrix.dtype
 
 
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, not negative, and eigenvectors of symmetric matrices."""
-    wide = matrix.double() if matrix.shape[-1] <= WIDE and matrix.device.type != "mps" else matrix
-    values, vectors = torch.linalg.eigh((wide + wide.transpose(-1, -2)) / 2)
-    return values.clamp(min=0), vectors
+def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A sum [G, n, n], and above its diagonal Σ weight·vvᵀ of vectors [B, ..., G, n], for weights [B]."""
+    groups, size = vectors.shape[-2:]
+    if total is None:
+        total = torch.zeros(groups, size, size, dtype=_wide(vectors), device=vectors.device)
+    if groups == 1 and size <= EXACT:
+        vectors = vectors.to(total.dtype)
+    weighted = vectors if weight is None else vectors * weight.to(vectors.dtype).reshape(-1, *[1] * (vectors.ndim - 1))
+    add_gram(total, weighted, vectors)
+    return total
+
+
+def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, not negative, and eigenvectors of this type, of symmetric matrices by their parts above the diagonal."""
+    values, vectors = torch.linalg.eigh(matrix.to(_wide(matrix)), UPLO="U")
+    return values.clamp(min=0), vectors.to(dtype).contiguous()  # as they are when they are read from a file
 
 
 KINDS["kronecker"] = Kronecker

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plausible.curvature.gram import add_products
 from plausible.curvature.recording import Kind
 from plausible.weights import Weights
 
@@ -78,6 +79,12 @@ class Layer:
         parts = matrix[..., :-1], matrix[..., -1]
         return {n: part.reshape(*front, *shape) for n, part, shape in zip(self.names, parts, self.shapes)}
 
+    def named(self, total: Tensor) -> Weights:
+        """Weights from a sum over examples: [G, out, in], [in, out] of a table, or [size] of a vector."""
+        if self.kind == "vector":
+            return self.split(total)
+        return self.weights(total) if self.kind == "matrix" else {self.names[0]: total}
+
     def split(self, flat: Tensor) -> Weights:
         """Weights from [*lead, size]."""
         parts = flat.split_with_sizes(self.sizes, dim=-1)
@@ -115,16 +122,20 @@ class Part:
             return whole.scatter_add_(2, index, kept).transpose(-1, -2)[:, :, None]
         return torch.einsum("kbtgo,btgi->kbgoi", self.rows, self.columns)
 
-    def summed(self) -> Weights:
-        """Σ JᵀS over columns and examples, by weight."""
-        layer, rows = self.layer, self.rows.sum(0)
+    def summed(self, total: Tensor | None = None) -> Tensor:
+        """Σ JᵀS over columns and examples, added to a total in place: [G, out, in], [in, out] of a table, or [size] of a vector."""
+        layer, rows = self.layer, self.rows[0] if len(self.rows) == 1 else self.rows.sum(0)
+        groups, out, into = layer.matrix_shape if layer.kind != "vector" else (0, 0, layer.size)
+        if total is None:
+            total = rows.new_zeros({"vector": (into,), "table": (into, out), "matrix": (groups, out, into)}[layer.kind])
         if layer.kind == "vector":
-            return layer.split(rows.sum(0))
-        if layer.kind == "table":
-            _, out, into = layer.matrix_shape
+            total += rows.sum(0)
+        elif layer.kind == "table":
             kept = (rows[:, :, 0] * (self.columns >= 0)[:, :, None]).flatten(0, 1)
-            return {layer.names[0]: rows.new_zeros(into, out).index_add_(0, self.columns.clamp(min=0).flatten(), kept)}
-        return layer.weights(torch.einsum("btgo,btgi->goi", rows, self.columns))
+            total.index_add_(0, self.columns.clamp(min=0).flatten(), kept)
+        else:
+            add_products(total, rows, self.columns)
+        return total
 
     @property
     def shared(self) -> bool:

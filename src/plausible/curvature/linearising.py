@@ -6,7 +6,7 @@ was used: rows are gradients at the layer's output, columns its inputs. `Lineari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,37 +155,70 @@ class Linearisation:
 
     def __call__(self, x: Any, roots: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Part]]:
         """f(x) [B, *O], and for S = roots(f(x)) [K, B, *O] the parts of JᵀS."""
-        with torch.inference_mode(False), torch.enable_grad():
-            return self._parts(_usable(x), roots)
+        (found,) = self.slices(x, roots)
+        return found
 
-    def _parts(self, x: Any, roots: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Part]]:
-        batch = num_rows(x)
+    def slices(
+        self, x: Any, roots: Callable[[Tensor], Tensor], count: int | None = None
+    ) -> Iterator[tuple[Tensor, list[Part]]]:
+        """The same for `count` of the K columns after the other, by one forward pass and a backward pass for each slice."""
+        with torch.inference_mode(False), torch.enable_grad():
+            x = _usable(x)
+            outputs, uses = self._forward(x)
+            with torch.no_grad():
+                columns = roots(outputs.detach())
+                inputs = self._inputs(uses, num_rows(x))
+        count = count or max(1, len(columns))
+        for start in range(0, max(1, len(columns)), count):
+            with torch.inference_mode(False), torch.enable_grad():
+                last = start + count >= len(columns)
+                parts = self._parts(x, outputs, uses, inputs, columns[start : start + count], last)
+            yield outputs.detach(), parts
+
+    def _forward(self, x: Any) -> tuple[Tensor, list[Use]]:
         if not self.layers:
-            outputs = self.outputs(x)
-            return outputs, self._rest(x, roots(outputs))
+            return self.outputs(x), []
         outputs, uses, _ = self._record(x, grad=True)
         uses = [use for use in uses if (use.weight, use.bias) in self.layers]
-        self._check_rows(uses, batch, x)
-        with torch.no_grad():
-            columns = roots(outputs.detach())
-        inner = [use.outputs for use in uses]
+        self._check_rows(uses, num_rows(x), x)
         if not outputs.requires_grad:  # nothing that is random reaches the outputs
-            outputs = outputs + 0 * torch.stack([handle.sum() for handle in inner]).sum()
+            outputs = outputs + 0 * torch.stack([use.outputs.sum() for use in uses]).sum()
+        return outputs, uses
+
+    def _spots(self, uses: list[Use]) -> Iterator[tuple[Layer, list[tuple[int, tuple[int, str]]]]]:
+        """Of each layer the numbers of its uses, and where the examples are in them."""
+        for key, layer in self.layers.items():
+            own = [i for i, use in enumerate(uses) if (use.weight, use.bias) == key]
+            places = self.axes[key]
+            yield layer, [(i, places[min(j, len(places) - 1)]) for j, i in enumerate(own)]
+
+    def _inputs(self, uses: list[Use], batch: int) -> dict[Layer, Tensor]:
+        """The columns of the layers, with ones for a bias."""
+        found = {}
+        for layer, spots in self._spots(uses):
+            cs = [_arranged(uses[i].columns, uses[i].arrange, spot, batch) for i, spot in spots]
+            ones = layer.kind == "matrix" and layer.biased and layer.weighted
+            c = cs[0] if len(cs) == 1 else torch.cat(cs, 1)
+            found[layer] = torch.cat([c, c.new_ones(*c.shape[:-1], 1)], -1) if ones else c
+        return found
+
+    def _parts(
+        self, x: Any, outputs: Tensor, uses: list[Use], inputs: Mapping[Layer, Tensor], columns: Tensor, last: bool
+    ) -> list[Part]:
+        """The parts for some columns; the graph is used up by the `last` ones."""
+        if not self.layers:
+            return self._rest(x, columns)
+        batch, inner = num_rows(x), [use.outputs for use in uses]
         if self.batched is None and len(columns) > 1:
             self.batched = can_batch(outputs, inner, columns)
-        collected = gradients(outputs, inner, columns, bool(self.batched))
+        collected = gradients(outputs, inner, columns, bool(self.batched), keep=not last)
         parts = []
         with torch.no_grad():
-            for key, layer in self.layers.items():
-                own = [i for i, use in enumerate(uses) if (use.weight, use.bias) == key]
-                places = self.axes[key]
-                spots = [places[min(j, len(places) - 1)] for j in range(len(own))]
-                cs = [_arranged(uses[i].columns, uses[i].arrange, spot, batch) for i, spot in zip(own, spots)]
-                rs = [_stacked(collected[i], uses[i].rows, spot, batch) for i, spot in zip(own, spots)]
-                c, r = (cs[0], rs[0]) if len(own) == 1 else (torch.cat(cs, 1), torch.cat(rs, 2))
-                parts.append(_part(layer, c, r))
+            for layer, spots in self._spots(uses):
+                rs = [_stacked(collected[i], uses[i].rows, spot, batch) for i, spot in spots]
+                parts.append(_part(layer, inputs[layer], rs[0] if len(rs) == 1 else torch.cat(rs, 2)))
         order = {layer: i for i, layer in enumerate(self.all_layers)}
-        return outputs.detach(), sorted([*parts, *self._rest(x, columns)], key=lambda part: order[part.layer])
+        return sorted([*parts, *self._rest(x, columns)], key=lambda part: order[part.layer])
 
     def _check_rows(self, uses: list[Use], batch: int, x: Any) -> None:
         """Refuse to guess where a layer sees other rows than those of the examples; look again where positions came or went."""
@@ -295,6 +328,4 @@ def _part(layer: Layer, c: Tensor, r: Tensor) -> Part:
     if layer.kind == "matrix" and not layer.weighted:
         r = r.flatten(3).unsqueeze(3)
         return Part(layer, r.new_ones(*r.shape[1:4], 1), r)
-    if layer.kind == "matrix" and layer.biased:
-        c = torch.cat([c, c.new_ones(*c.shape[:-1], 1)], -1)
     return Part(layer, c, r)

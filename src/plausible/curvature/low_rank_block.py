@@ -30,7 +30,7 @@ class LowRank(Block):
         """Of one vector."""
         return sum(layer.size for layer in layers)
 
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
         """Not here: eigenvectors come from products with H."""
         raise NotImplementedError
 

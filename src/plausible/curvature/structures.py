@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plausible.curvature import losses
 from plausible.curvature.blocks import KINDS, Block, Dense, Diagonal, flat, named
+from plausible.curvature.gram import keep_freed_memory
 from plausible.curvature.kronecker import Kronecker, Sharing
 from plausible.curvature.layers import Layer, Part
 from plausible.curvature.linearising import Linearisation
@@ -39,8 +40,10 @@ SMALL = 1024
 """Vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal."""
 WORKSPACE = 2**29
 """Bytes for the activations and gradients of one chunk of the data."""
-ROWS = 4096
-"""Examples times columns of a chunk from which matrix products on a CPU gain no more."""
+ROWS = 2560
+"""Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
+EXAMPLES = 256
+"""Examples of a chunk on a CPU; fewer where one alone fills the workspace."""
 HESSIAN_LIMIT = 20_000
 """Weights up to which the diagonal of a Hessian is read off its products."""
 
@@ -263,7 +266,12 @@ def estimate(
     columns = 1 if curvature == "empirical" else losses.num_roots(
         model.likelihood, at.outputs(first.x), model.noise(weights), targets=first.y
     )  # fmt: skip
-    size = chunk or choose_chunk(at, 1 if fast else columns + (tally is not None), device)
+    columns = 1 if fast else columns + (tally is not None)
+    cached = device.type == "cpu" and structure in ("diag", "kron", "ekfac") and chosen is None
+    together = min(columns, max(2, ROWS // (chunk or EXAMPLES))) if cached else columns
+    size = chunk or choose_chunk(at, together if structure != "ekfac" else columns, device, None if fast else EXAMPLES)
+    if device.type == "cpu":
+        keep_freed_memory()
     passes = 2 if structure == "ekfac" else 1
     with Progress(f"curvature ({structure})", passes * data.num_data, "examples", progress) as bar:
         done = 0
@@ -273,11 +281,9 @@ def estimate(
                 if fast:
                     _add_final(at, blocks, batch, model, wanted)
                 else:
-                    _, parts = at(batch.x, _roots(model, weights, batch, curvature, wanted))
-                    with torch.no_grad():
-                        parts = parts if wanted is None else wanted.take(parts)
-                        _add(blocks, parts, _counted(batch), correcting=turn == 1)
-                    del parts  # before the next ones are made
+                    roots = _roots(model, weights, batch, curvature, wanted)
+                    slices = at.slices(batch.x, roots, together if turn == 0 else None)
+                    _add(blocks, slices, _counted(batch), wanted, correcting=turn == 1)
                 done += num_rows(batch.x)
                 bar.update(done)
             for block in blocks:
@@ -296,16 +302,28 @@ def _counted(batch: Batch) -> Tensor | None:
     return seen if batch.weight is None else seen * batch.weight
 
 
-def _add(blocks: Sequence[Block], parts: Sequence[Part], weight: Tensor | None, correcting: bool) -> None:
-    for block, own in zip(blocks, _assigned(blocks, parts)):
-        if not correcting:
-            block.add(own, weight)
-        elif isinstance(block, Kronecker):
-            block.correct(own[0])
+@torch.no_grad()
+def _add(
+    blocks: Sequence[Block], slices: Iterator[tuple[Tensor, list[Part]]], weight: Tensor | None, tally: Tally | None,
+    correcting: bool,
+) -> None:  # fmt: skip
+    """Add a chunk, slice by slice of its columns; that of the tally is the first."""
+    for number, (_, parts) in enumerate(slices):
+        if tally is not None and not number:
+            parts = tally.take(parts)
+        for block, own in zip(blocks, _assigned(blocks, parts)):
+            if not correcting:
+                block.add(own, weight, again=number > 0)
+            elif isinstance(block, Kronecker):
+                block.correct(own[0])
+        del parts, own  # before the next ones are made
 
 
-def choose_chunk(at: Linearisation, columns: int, device: torch.device) -> int:
-    """So many examples that matrix products are efficient, in at most `WORKSPACE` bytes or a quarter of what is free."""
+def choose_chunk(at: Linearisation, columns: int, device: torch.device, enough: int | None = None) -> int:
+    """So many examples that matrix products are efficient, in at most `WORKSPACE` bytes or a quarter of what is free.
+
+    On a CPU `enough` are, by default as many as make 4,096 rows with their columns.
+    """
     free = available(device)
     one = at.bytes_per_example(columns)
     if free is not None and one > free:
@@ -315,7 +333,7 @@ def choose_chunk(at: Linearisation, columns: int, device: torch.device) -> int:
         )
     budget = WORKSPACE * (8 if device.type == "cuda" else 1)
     budget = budget if free is None else min(budget, max(free // 4, 2**24))
-    enough = max(128, min(1024, ROWS // max(columns, 1))) if device.type == "cpu" else 8192
+    enough = (enough or max(128, min(1024, 4096 // max(columns, 1)))) if device.type == "cpu" else 8192
     return int(max(1, min(enough, budget // (3 * at.bytes_per_example(columns)))))
 
 
@@ -332,7 +350,7 @@ def _roots(
             found = losses.root(model.likelihood, outputs, noise, batch.mask, targets=batch.y)
         if batch.weight is not None:
             found = found * batch.weight.sqrt().reshape(1, -1, *[1] * (found.ndim - 2))
-        return found if tally is None else torch.cat([found, tally.slope(model, weights, batch, outputs)[None]])
+        return found if tally is None else torch.cat([tally.slope(model, weights, batch, outputs)[None], found])
 
     return roots
 
@@ -357,16 +375,11 @@ def _add_final(at: Linearisation, blocks: Sequence[Block], batch: Batch, model: 
         tally.take(parts)
     b = losses.summed(model.likelihood, outputs, model.noise(at.weights), batch.weight, batch.mask, targets=batch.y)
     c = parts[0].columns[:, 0, 0]
-    w = c if batch.weight is None else c * batch.weight[:, None]
-    n = float(len(c) if batch.weight is None else batch.weight.sum())
     for block in blocks:
         assert isinstance(block, Kronecker)
-        if block.layer.names == parts[0].layer.names:
-            block.add_factors((w.T @ c)[None], b[None], n, c.dtype)
-        elif block.layer.weighted:
-            block.add_factors((w[:, :-1].T @ c[:, :-1])[None], b[None], n, c.dtype)
-        else:
-            block.add_factors(c.new_full((1, 1, 1), n), b[None], n, c.dtype)
+        whole = block.layer.names == parts[0].layer.names
+        own = c if whole else c[:, :-1] if block.layer.weighted else torch.ones_like(c[:, :1])
+        block.add_final(own, b, batch.weight)
 
 
 def _hessian(model: Model, at: Linearisation, data: Data, structure: str, chunk: int | None) -> Curvature:

@@ -49,9 +49,9 @@ class Subset(Block):
         jacobian = torch.cat(found, 1)
         return [Part(self.inner.layers[0], jacobian[:0], jacobian)]
 
-    def add(self, parts: Sequence[Part], weight: Tensor | None) -> None:
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
         """Products of the Jacobian."""
-        self.inner.add(self._parts(parts), weight)
+        self.inner.add(self._parts(parts), weight, again)
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Of the chosen elements."""

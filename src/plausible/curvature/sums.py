@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plausible.curvature.blocks import Block, Dense, Diagonal, flat, named
-from plausible.curvature.kronecker import Kronecker, _eigen
+from plausible.curvature.kronecker import Kronecker, eigen
 from plausible.curvature.low_rank_block import LowRank
 from plausible.curvature.structures import Curvature
 
@@ -58,9 +58,9 @@ def _kronecker(first: Kronecker, second: Kronecker) -> Kronecker:
         outer.append((term.out * term.values.sum(2)[:, None]) @ term.out.transpose(-1, -2))
         if term.into is not None:
             inner.append((term.into * term.values.sum(1)[:, None]) @ term.into.transpose(-1, -2))
-    basis = {"out": _eigen(outer[0] + outer[1])[1].to(first.out)}
+    basis = {"out": eigen(outer[0] + outer[1], first.out.dtype)[1]}
     if inner:  # tables have the standard basis on that side
-        basis["into"] = _eigen(inner[0] + inner[1])[1].to(first.out)
+        basis["into"] = eigen(inner[0] + inner[1], first.out.dtype)[1]
     values = torch.stack([_diagonal(term, basis["out"], basis.get("into")) for term in terms]).sum(0)
     return Kronecker.restored(first.layers, {"values": values, **basis})
 

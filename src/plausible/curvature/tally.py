@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plausible.curvature.layers import Part
+from plausible.curvature.layers import Layer, Part
 from plausible.data import Batch
 from plausible.differentiation import value_and_gradient
 from plausible.model import Model
@@ -22,7 +22,12 @@ class Tally:
 
     def __init__(self) -> None:
         self.log_likelihood: Tensor | None = None
-        self.gradient: Weights = {}
+        self._sums: dict[Layer, Tensor] = {}
+
+    @property
+    def gradient(self) -> Weights:
+        """∂/∂w of the sum, by weight."""
+        return {n: v for layer, total in self._sums.items() for n, v in layer.named(total).items()}
 
     def slope(self, model: Model, weights: Mapping[str, Tensor], batch: Batch, outputs: Tensor) -> Tensor:
         """∂/∂f of a batch's part of the sum, [B, *O]; adds its value."""
@@ -41,8 +46,8 @@ class Tally:
         return found["outputs"]
 
     def take(self, parts: Sequence[Part]) -> list[Part]:
-        """Add the gradient, which is in the last column of the parts; the parts without that column."""
+        """Add the gradient, which is in the first column of the parts; the parts without that column."""
         for part in parts:
-            for name, value in Part(part.layer, part.columns, part.rows[-1:]).summed().items():
-                self.gradient[name] = self.gradient[name] + value if name in self.gradient else value
-        return [Part(part.layer, part.columns, part.rows[:-1]) for part in parts]
+            own = Part(part.layer, part.columns, part.rows[:1])
+            self._sums[part.layer] = own.summed(self._sums.get(part.layer))
+        return [Part(part.layer, part.columns, part.rows[1:]) for part in parts]

@@ -51,6 +51,10 @@ def gaussian_log_prior(
     total = torch.zeros((), dtype=torch.float64, device=next(iter(residuals.values())).device)
     for name, residual in residuals.items():
         tau = precision[name].double()
+        if not tau.ndim and name not in masks:
+            square = torch.linalg.vector_norm(residual, dtype=torch.float64).square()
+            total = total + 0.5 * residual.numel() * (tau.log() - LOG_2PI) - 0.5 * tau * square
+            continue
         each = 0.5 * (tau.log() - LOG_2PI) - 0.5 * tau * residual.double().square()
         total = total + (each[masks[name]] if name in masks else each).sum()
     return total

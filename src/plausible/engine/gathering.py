@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plausible import weights as tree
 from plausible.methods.base import Method
+from plausible.model import Model
 from plausible.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class Left(NamedTuple):
     mode: str
 
 
-def gather(team: Ranks, method: Method, fitted: Fitted, folder: Path | None) -> Fitted:
+def gather(team: Ranks, method: Method, model: Model, fitted: Fitted, folder: Path | None) -> Fitted:
     """All draws, means of the history over members, the longest time; the states where a posterior is made of those.
 
     `method` is what ran here. Ranks that were stopped at different steps count up to the last that all have.
     """
     store = fitted.draws if team.keeps else None
-    each = 0 if store is None else len(method.kept(fitted.state))
+    each = 0 if store is None else len(next(iter(method.kept(model, fitted.state).values())))
     first = {} if store is None else store.get([0], "cpu")
     own = Left(
         team.keeps, method.members or 1, each, 0 if store is None else len(store) // each, isinstance(store, DiskDraws),

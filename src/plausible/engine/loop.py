@@ -29,7 +29,7 @@ from plausible.methods.base import Method, Plan
 from plausible.model import Model
 from plausible.monitoring import Monitor
 from plausible.storage import DrawStore, DrawWriter, MemoryDraws, WriterMark
-from plausible.weights import clone, copy_into, num_bytes, num_elements, stack
+from plausible.weights import clone, copy_into, num_bytes, num_elements
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -140,7 +140,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
                 "batch norm in training needs at least two examples in every batch, and one has a single example: use a larger "
                 "batch_size, or drop_last=True in a loader whose last batch is that short"
             ) from error
-    return team.gather(method, fitted)
+    return team.gather(method, model, fitted)
 
 
 def _plan(method: Method, data: Data) -> Plan:
@@ -342,12 +342,8 @@ class _Run:
     def _keep(self) -> None:
         if not self.team.keeps:
             return
-        together = self.method.kept_together(self.model, self.state)
-        if together is not None:
-            self.writer.add_block(clone(together))
-            return
-        for draw in self.method.kept_by(self.model, self.state):
-            self.writer.add(clone(draw))
+        if draws := self.method.kept(self.model, self.state):
+            self.writer.add_block(clone(draws))
 
     # -----------------------------------------------------------------------------------------------------------------
     # What the steps said
@@ -433,8 +429,8 @@ class _Run:
             return
         fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
         if not self.plan.thin:  # the draws that the run would end with
-            ending = [clone(draw) for draw in self.method.kept_by(self.model, self.state)]
-            fitted = fitted._replace(draws=MemoryDraws(stack(ending)) if ending else None)
+            ending = clone(self.method.kept(self.model, self.state))
+            fitted = fitted._replace(draws=MemoryDraws(ending) if ending else None)
         elif fitted.draws is None and self.method.keeps_draws:
             return  # nothing kept yet
         posterior = self.method.posterior(self.model, fitted)

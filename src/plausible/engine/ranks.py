@@ -126,7 +126,7 @@ class Team:
         """Between segments: how far to go next."""
         return count_votes([vote])
 
-    def gather(self, method: Method, fitted: Any) -> Any:  # noqa: ARG002
+    def gather(self, method: Method, model: Model, fitted: Any) -> Any:  # noqa: ARG002
         """What all ranks have left, together."""
         return fitted
 
@@ -250,9 +250,9 @@ class Ranks(Team):
         self._folder = folder / f"rank-{self.rank}"
         return replace(checkpoint, path=self._folder)
 
-    def gather(self, method: Method, fitted: Any) -> Any:
+    def gather(self, method: Method, model: Model, fitted: Any) -> Any:
         """See `plausible.engine.gathering`."""
-        return gathering.gather(self, method, fitted, self._folder)
+        return gathering.gather(self, method, model, fitted, self._folder)
 
 
 class SplitMembers(Ranks):

@@ -14,6 +14,7 @@ from plausible.engine.memory import require_memory
 from plausible.methods.base import Method, Plan, Traits
 from plausible.methods.chains import check_count, check_function
 from plausible.model import Model
+from plausible.sampling.gibbs import sample_given
 from plausible.sampling.particles import ParticlesPosterior
 from plausible.sampling.target import ModelTarget, Target
 from plausible.sampling.tempering import (
@@ -24,7 +25,7 @@ from plausible.sampling.tempering import (
     relative_variance,
     systematic,
 )
-from plausible.weights import Weights, unstack
+from plausible.weights import Weights
 
 if TYPE_CHECKING:
     from plausible.data import Batch, Data
@@ -155,14 +156,20 @@ class Annealed(Method):
         return model.prepared
 
     def start(self, model: Model, key: Tensor) -> AnnealedState:
-        """Draws from the prior."""
+        """Draws from the prior, given the weights that do not move."""
         target = self.target(model)
         require_memory(
             8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8, key.device,
             f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
         )  # fmt: skip
-        like = model.initial if not model.points else {name: model.initial[name] for name in model.random}
-        drawn = model.prior.sample(like, random.generator(model.seed, 6), self.rows)
+        stream, like = random.generator(model.seed, 6), {name: model.initial[name] for name in model.random}
+        if not model.points or model.prior.independent:
+            drawn = model.prior.sample(like, stream, self.rows)
+        else:
+            try:
+                drawn = sample_given(model.prior, model.initial, tuple(like), stream, self.rows)
+            except ValueError as error:
+                raise ValueError(f"{type(self).__name__}: {error}") from None
         return self.started(target, target.flatten(drawn), key)
 
     def started(self, target: Target, position: Tensor, key: Tensor) -> AnnealedState:
@@ -261,20 +268,12 @@ class Annealed(Method):
         """At the posterior."""
         return float(state.beta) >= 1
 
-    def kept(self, state: AnnealedState) -> list[Weights]:
-        """Particles."""
-        raise NotImplementedError("particles are kept with the model's names: see kept_together")
-
-    def kept_together(self, model: Model, state: AnnealedState) -> Weights:
+    def kept(self, model: Model, state: AnnealedState) -> Weights:
         """As many draws as particles, equally weighted: resampled by what weights there are."""
         target = self.target(model)
-        offset = float(torch.rand((), generator=random.generator(model.seed, 8)))
+        offset = float(torch.rand((), generator=random.generator(model.seed, 8), dtype=torch.float32))
         rest = {name: value.expand(self.particles, *value.shape) for name, value in target.rest.items()}
         return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}
-
-    def kept_by(self, model: Model, state: AnnealedState) -> list[Weights]:
-        """The same, one by one."""
-        return unstack(self.kept_together(model, state), self.particles)
 
     def caption(self, state: AnnealedState) -> str:
         """What the progress bar says: the power, how many particles count, how many moves are accepted."""

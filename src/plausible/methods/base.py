@@ -117,7 +117,7 @@ class Method:
 
     `start(model, key)` gives the state, a named tuple of tensors (trees of tensors) with `weights` and `buffers`;
     `step(model, state, batch)` is pure: it returns the new state and a dict of 0-d tensors (it may reuse the buffers of the state
-    it was given). `kept(state)` says what is kept as draws; `posterior(model, fitted)` builds the result.
+    it was given). `kept(model, state)` says what is kept as draws; `posterior(model, fitted)` builds the result.
     """
 
     name: ClassVar[str] = ""
@@ -153,17 +153,9 @@ class Method:
         """One pure step."""
         raise NotImplementedError
 
-    def kept(self, state: Any) -> list[Weights]:
-        """Weights and buffers of the current state, as the draws to keep (one for each stacked member)."""
-        return [{**state.weights, **state.buffers}]
-
-    def kept_by(self, model: Model, state: Any) -> list[Weights]:  # noqa: ARG002
-        """The same, where names or buffers of the model are needed for it."""
-        return self.kept(state)
-
-    def kept_together(self, model: Model, state: Any) -> Weights | None:  # noqa: ARG002
-        """The same on a leading axis, where that is at hand; None: one by one."""
-        return None
+    def kept(self, model: Model, state: Any) -> Weights:  # noqa: ARG002
+        """The draws that a state stands for, weights and buffers with a leading axis of draws; empty: none are kept."""
+        return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
 
     def finished(self, state: Any) -> bool:  # noqa: ARG002
         """Whether the run is over before its planned steps."""

@@ -165,9 +165,9 @@ class ByMoments(Method):
             each = each * batch.weight
         return each.sum() * (model.num_data / num_rows(batch.x)), moved
 
-    def kept(self, state: MomentsState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: MomentsState) -> Weights:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
-        return []
+        return {}
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The exact mean, and the variances 1/Λ_ii: the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""

@@ -23,13 +23,16 @@ from plausible.sampling.adaptation import Slope
 from plausible.sampling.gibbs import Hierarchy
 from plausible.sampling.posterior import PREFIX
 from plausible.sampling.target import ModelTarget, Target
-from plausible.weights import Weights, index, stack, unstack
+from plausible.weights import Weights, index, stack
 
 if TYPE_CHECKING:
     from plausible.data import Batch, Data
     from plausible.engine import Fitted
 
 log = logging.getLogger("plausible")
+
+SUMMED, AVERAGED = ("divergent", "leapfrogs"), ("acceptance", "swap")
+"""Statistics of a draw that are taken over all transitions since the one before; others are those of the latest."""
 
 
 class Running(NamedTuple):
@@ -44,8 +47,8 @@ class ChainState(NamedTuple):
     """Where all chains are: positions `[chains, P]`, densities there `[chains]` (float64), gradients, and what the kernel adapts.
 
     `gradient` is that of the bound target at `position`. `adaptation` is a tree of tensors of the kernel's own,
-    `statistics` has one number for each chain about the latest transition: always the same names. `precisions` are
-    sampled hyper-parameters, by group.
+    `statistics` has one number for each chain, always by the same names: about the latest transition when it comes from the
+    kernel, about all since the last kept draw once `Chains` has noted it. `precisions` are sampled hyper-parameters, by group.
     """
 
     position: Tensor
@@ -76,7 +79,8 @@ class Chains(Method):
 
     `draws` are kept of each of `chains` chains, one every `thin` transitions, after `warmup` transitions in which the
     kernel adapts and of which nothing is kept. Chains start at weights initialised anew ("fresh"), drawn from the prior
-    ("prior") or at the module's ("given").
+    ("prior") or at the module's ("given"). Statistics of a thinned draw are sums (divergences, leapfrogs) and means
+    (acceptance) over its `thin` transitions; `energy_change` is E_t − E_{t−1} of the last of them, which E-BFMI needs.
     """
 
     draws: int = 1000
@@ -184,7 +188,8 @@ class Chains(Method):
             )
         check_function(type(self).__name__, bound, position, found.log_likelihood)
         state = state._replace(**found._asdict())
-        return self.begin(self._bound(target, state), state)
+        begun = self.begin(self._bound(target, state), state)
+        return begun._replace(statistics=self._noted(begun, begun.statistics))
 
     def _bound(self, target: Target, state: ChainState) -> Target:
         bound = self.bind(target, state)
@@ -202,27 +207,37 @@ class Chains(Method):
         joint = new.log_likelihood + new.log_prior
         running = new.running if self.warming(state) else _updated(new.running, joint)
         info = {"log_joint": joint, "log_likelihood": new.log_likelihood, "log_prior": new.log_prior, **new.statistics}
-        return new._replace(running=running, step=state.step + 1), info
+        noted = self._noted(state, new.statistics)
+        return new._replace(statistics=noted, running=running, step=state.step + 1), info
 
-    def kept(self, state: ChainState) -> list[Weights]:
-        """Weights and statistics of each chain."""
-        raise NotImplementedError("chains are kept with the model's names: see kept_by")
+    def _noted(self, state: ChainState, latest: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics of the transitions since the last draw, of which `state` has those before the latest."""
+        if self.thin == 1:
+            return latest
+        before, found = state.statistics, dict(latest)
+        count = 0 if self.warming(state) else (int(state.step) - self.warmup) % self.thin
+        if count:
+            found |= {name: before[name] + latest[name] for name in SUMMED if name in latest}
+            found |= {name: (count * before[name] + latest[name]) / (count + 1) for name in AVERAGED if name in latest}
+        if "energy" in latest:
+            found["energy_change"] = latest["energy"] - before["energy"]
+        return found
 
-    def kept_together(self, model: Model, state: ChainState) -> Weights:
+    def about(self, state: ChainState) -> dict[str, Tensor]:
+        """What is kept of a draw beside its weights: log-likelihood, log prior and statistics, `[chains]` each."""
+        beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
+        return index(beside, slice(self.chains))
+
+    def kept(self, model: Model, state: ChainState) -> Weights:
         """Weights, buffers, hyper-parameters and statistics of each chain, by name."""
         target = self.target(model)
-        beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
         named = {
             **target.named(state.position),
-            **{PREFIX + name: value for name, value in beside.items()},
+            **{PREFIX + name: value for name, value in self.about(state).items()},
             **{f"{PREFIX}precision.{name}": value for name, value in state.precisions.items()},
         }
         rest = {name: value.expand(self.chains, *value.shape) for name, value in target.rest.items()}
         return {**rest, **index(named, slice(self.chains))}
-
-    def kept_by(self, model: Model, state: ChainState) -> list[Weights]:
-        """The same, chain by chain."""
-        return unstack(self.kept_together(model, state), self.chains)
 
     def caption(self, state: ChainState) -> str:
         """What the progress bar says: warm-up or not, acceptance, step size, R̂ of the log joint."""

@@ -17,7 +17,7 @@ from plausible.methods.map import MAP
 from plausible.model import Model
 from plausible.posterior import DrawsPosterior, MixturePosterior, Posterior
 from plausible.serialise import register
-from plausible.weights import Weights, index, num_bytes, stack
+from plausible.weights import Weights, concatenate, index, num_bytes, stack
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted
@@ -125,9 +125,9 @@ class Ensemble(Method):
         ]
         return stack([new for new, _ in results]), stack([info for _, info in results])
 
-    def kept(self, state: Any) -> list[Weights]:
-        """One draw from each member."""
-        return [draw for k in range(self.members) for draw in self.method.kept(index(state, k))]
+    def kept(self, model: Model, state: Any) -> Weights:
+        """Those of all members, in turn."""
+        return concatenate([self.method.kept(model, index(state, k)) for k in range(self.members)])
 
     def held_out(self, model: Model, state: Any, batch: Batch) -> Tensor:
         """Summed held-out log-likelihood of each member: [members]."""

@@ -27,7 +27,7 @@ from plausible.model import Model
 from plausible.networks import choose
 from plausible.posterior import record_of
 from plausible.serialise import check_count, register
-from plausible.weights import Weights, clone, num_elements
+from plausible.weights import Weights, index, num_elements
 
 if TYPE_CHECKING:
     from plausible.data import Batch, Data
@@ -164,7 +164,7 @@ class Laplace(Method):
     def start(self, model: Model, key: Tensor) -> Any:
         """That of the mode."""
         if self.mode is None:
-            return GivenState(clone(model.initial), clone(model.buffers))
+            return GivenState(dict(model.initial), dict(model.buffers))  # no step changes them
         return self.mode.start(model, key)
 
     def step(self, model: Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -177,9 +177,9 @@ class Laplace(Method):
         """As the mode."""
         return (self.mode or MAP()).validated(state, value)
 
-    def kept(self, state: Any) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: Any) -> Weights:  # noqa: ARG002
         """None: they come from the Gaussian."""
-        return []
+        return {}
 
     @classmethod
     def conforming(cls) -> Laplace:
@@ -207,8 +207,9 @@ class Laplace(Method):
         if self.mode is None:
             weights = {**fitted.state.weights, **fitted.state.buffers}
         else:
-            weights = self.mode.kept(fitted.state)[0]
-        weights = {name: value.detach().clone() for name, value in weights.items()}
+            weights = {
+                name: value.detach().clone() for name, value in index(self.mode.kept(model, fitted.state), 0).items()
+            }
         model = model.for_run(num_data=data.num_data, steps=fitted.steps, seed=model.seed)
         check_deterministic(model, weights, data)
         names = self._names(model, data)
@@ -291,4 +292,4 @@ class Laplace(Method):
         method = replace(self.mode, epochs=self.online)  # type: ignore[call-arg,type-var]
         options = engine.Options(seed=model.seed, compile=False, progress=False)
         fitted = engine.run(method, model.starting_at(weights), data, options)
-        return {name: value.detach().clone() for name, value in method.kept(fitted.state)[0].items()}
+        return {name: value.detach().clone() for name, value in index(method.kept(model, fitted.state), 0).items()}

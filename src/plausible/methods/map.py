@@ -122,10 +122,11 @@ class MAP(Method):
         )
         return new, new.stale
 
-    def kept(self, state: MAPState) -> list[Weights]:
+    def kept(self, model: Model, state: MAPState) -> Weights:  # noqa: ARG002
         """The final weights, or the best ones where training stops early."""
         validated = self.patience is not None and bool(torch.isfinite(state.best_value))
-        return [state.best if validated else {**state.weights, **state.buffers}]
+        held = state.best if validated else {**state.weights, **state.buffers}
+        return {name: value.unsqueeze(0) for name, value in held.items()}
 
     @classmethod
     def conforming(cls) -> MAP:

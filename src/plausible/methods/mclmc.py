@@ -188,8 +188,8 @@ class MCLMC(Chains):
             if number == second - 1:
                 now = self._reshaped(now)
         if number >= third and len(now.record):
-            columns = now.record.shape[-1]
-            chosen = torch.linspace(0, new.position.shape[-1] - 1, columns, device=new.position.device).long()
+            last, columns = new.position.shape[-1] - 1, now.record.shape[-1]
+            chosen = torch.linspace(0, last, columns, dtype=torch.float64, device=new.position.device).long()
             now.record[number - third] = new.position[:, chosen]
             if number == self.warmup - 1 and len(now.record) >= 16:
                 now = self._lengthened(now)

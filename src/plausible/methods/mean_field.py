@@ -258,9 +258,9 @@ class MeanField(Method):
             expected = expected - fitted - count * HALF_LOG_2PIE
         return -entropy(scales) - expected / model.temperature, rest
 
-    def kept(self, state: MeanFieldState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: MeanFieldState) -> Weights:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
-        return []
+        return {}
 
     @classmethod
     def conforming(cls) -> MeanField:

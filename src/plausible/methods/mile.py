@@ -14,7 +14,7 @@ from plausible.methods.map import MAP
 from plausible.methods.mclmc import MCLMC
 from plausible.model import Model
 from plausible.serialise import register
-from plausible.weights import Weights, stack
+from plausible.weights import Weights
 
 if TYPE_CHECKING:
     from plausible.data import Batch, Data
@@ -71,6 +71,12 @@ class MILE(MCLMC):
         self.mode.plan(data.num_data)
         return super().prepare(model, data)
 
+    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
+        """As other chains; the training follows the same wish."""
+        found, mode = super().compiled(model, wish)
+        self.target(found).notes["training"] = wish
+        return found, mode
+
     def step(self, model: Model, state: ChainState, batch: Batch) -> tuple[ChainState, dict[str, Tensor]]:
         """Before the first transition the members are trained: a run that is resumed later does not repeat it."""
         if int(state.step) == 0 and model.initial_draws is None:
@@ -82,15 +88,14 @@ class MILE(MCLMC):
         """Weights of the members, stacked."""
         from plausible import engine
 
-        data = self.target(model).data
+        target = self.target(model)
+        options = engine.Options(seed=model.seed, compile=target.notes.get("training", False), progress=False)
         log.info("training %d members by %s", self.chains, self.mode)
         members = _Members(self.mode, self.chains, self.init)
-        fitted = engine.run(
-            members, model.with_prepared(None), data, engine.Options(seed=model.seed, compile=False, progress=False)
-        )
+        fitted = engine.run(members, model.with_prepared(None), target.data, options)
         if fitted.interrupted:
             raise KeyboardInterrupt("stopped while the members were trained, before the first draw")
-        return stack(members.kept(fitted.state))
+        return members.kept(model, fitted.state)
 
 
 @dataclass(frozen=True)

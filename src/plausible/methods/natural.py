@@ -214,9 +214,9 @@ class NaturalGradient(Method):
             weights.update(moved)
         return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
 
-    def kept(self, state: NaturalState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: NaturalState) -> Weights:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
-        return []
+        return {}
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The exact mean, and the variances 1/Λ_ii: the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""

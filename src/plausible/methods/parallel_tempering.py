@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from plausible.methods.chains import Chains, ChainState, check_count
 from plausible.model import Model
-from plausible.sampling.adaptation import DualAveraging, Variances, first_step, moments_for, windows
-from plausible.sampling.metrics import Diagonal, shrunk
+from plausible.sampling.adaptation import DualAveraging, Slopes, first_step, moments_for, windows
+from plausible.sampling.metrics import Diagonal
 from plausible.sampling.particles import ReplicasPosterior
 from plausible.sampling.target import Evaluation, Target
 from plausible.sampling.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
@@ -119,7 +121,7 @@ class ParallelTempering(Chains):
         order = torch.arange(rungs, device=device).unsqueeze(1).expand(rungs, chains)
         replicas = Replicas(
             self._first_betas(device), step, DualAveraging.begin(step), unit.inverse_mass.expand(rungs, -1).clone(),
-            moments_for("diag", state.position), zero.expand(rungs - 1).clone(), zero.clone(), order.clone(),
+            moments_for("diag", state.position, slopes="pooled"), zero.expand(rungs - 1).clone(), zero.clone(), order.clone(),
             order == rungs - 1, zero.expand(chains).clone(), no_bridges(BLOCKS, rungs, chains, device),
         )  # fmt: skip
         names = ("acceptance", "divergent", "step_size", "leapfrogs", "energy", "swap")
@@ -144,7 +146,8 @@ class ParallelTempering(Chains):
         before, number = own.betas, int(state.step)
         own = self._travelled(own._replace(accepted=own.accepted + accepted, seen=own.seen + 1), order)
         if number < self.warmup:
-            own = self._learned(own, number, place, moved.acceptance.reshape(self.temperatures, -1).mean(1), size)
+            rate = moved.acceptance.reshape(self.temperatures, -1).mean(1)
+            own = self._learned(own, number, moved.place, rate, size, functools.partial(self._found, target, state))
         else:
             block = min(BLOCKS - 1, (number - self.warmup) * BLOCKS // (self.draws * self.thin))
             likelihood = place.log_likelihood.reshape(self.temperatures, -1)
@@ -157,6 +160,13 @@ class ParallelTempering(Chains):
         if bool(swap.any()) or own.betas is not before:  # powers are others now, and so are gradients
             new = new._replace(gradient=self.bind(target, new).evaluate(new.position).gradient)
         return new
+
+    def _found(self, target: Target, state: ChainState, place: Place, inverse_mass: Tensor, start: Tensor) -> Tensor:
+        """First step sizes `[K]` under new masses `[K, P]`, which measure lengths otherwise than the ones before."""
+        metric, each = Diagonal(inverse_mass.repeat_interleave(self.chains, 0)), start.repeat_interleave(self.chains)
+        noise = state.normal(FIRST, place.position)
+        found = first_step(target, metric, place.position, Evaluation(*place[1:]), noise, each)
+        return found.reshape(self.temperatures, self.chains).median(1).values
 
     def exchanged(self, place: Place, betas: Tensor, levels: Tensor, number: int) -> tuple[Place, Tensor, Tensor]:
         """Neighbours exchanged: pairs (1, 2), (3, 4), … after even transitions, (2, 3), … after odd ones.
@@ -185,21 +195,24 @@ class ParallelTempering(Chains):
             replica=replica, been_hot=been_hot.scatter(0, replica[:1], False), round_trips=own.round_trips + back.squeeze(0)
         )  # fmt: skip
 
-    def _learned(self, own: Replicas, number: int, place: Place, acceptance: Tensor, used: Tensor) -> Replicas:
-        """After a transition of the warm-up: step sizes, and at the ends of windows masses and powers."""
+    def _learned(
+        self, own: Replicas, number: int, place: Place, acceptance: Tensor, used: Tensor, find: Callable[..., Tensor]
+    ) -> Replicas:
+        """After a transition of the warm-up: step sizes, and at the ends of windows masses and powers.
+
+        `place` is where rows were before they were exchanged, with gradients of their own powers.
+        """
         own = own._replace(averaging=own.averaging.update(acceptance, self.target_acceptance))
         first, ends = windows(self.warmup)
         if ends and first <= number <= ends[-1]:
-            window: Variances = own.window.add(place.position, place.gradient)
+            window: Slopes = own.window.add(place.position, place.gradient)
             own = own._replace(window=window)
             if number in ends:
-                squares = window.squares.reshape(self.temperatures, self.chains, -1).mean(1)
-                spread = squares / (window.count - 1).clamp(min=1)
-                mass = shrunk(spread.flatten(), float(window.count) * self.chains).reshape(spread.shape)
-                step = torch.minimum(own.averaging.final, used)
+                mass = window.inverse_mass(self.temperatures, own.inverse_mass.dtype)
+                step = find(place, mass, torch.minimum(own.averaging.final, used))
                 own = own._replace(
-                    inverse_mass=mass.to(own.inverse_mass.dtype), betas=respaced(own.betas, 1 - own.accepted / own.seen),
-                    averaging=DualAveraging.begin(step), window=moments_for("diag", place.position),
+                    inverse_mass=mass, betas=respaced(own.betas, 1 - own.accepted / own.seen),
+                    averaging=DualAveraging.begin(step), window=moments_for("diag", place.position, slopes="pooled"),
                     accepted=torch.zeros_like(own.accepted), seen=torch.zeros_like(own.seen),
                 )  # fmt: skip
         last = number == self.warmup - 1

@@ -166,9 +166,9 @@ class Refined(Method):
         info = {"elbo": bound, "log_joint": value, "step_size": log_step_size.exp()}
         return new, info if self.entropy == "extended" else {**info, "objective": -loss * model.num_data}
 
-    def kept(self, state: RefinedState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: RefinedState) -> Weights:  # noqa: ARG002
         """None: they are refined at the end."""
-        return []
+        return {}
 
     @classmethod
     def conforming(cls) -> Refined:

@@ -177,9 +177,9 @@ class Reparameterised(Method):
         noises = [index(drawn, i) for i in range(count)]
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
-    def kept(self, state: FamilyState) -> list[Weights]:  # noqa: ARG002
+    def kept(self, model: Model, state: FamilyState) -> Weights:  # noqa: ARG002
         """None: they are drawn when they are asked for."""
-        return []
+        return {}
 
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The parameters of the last step."""

@@ -98,7 +98,7 @@ def rank(
 
 
 def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
-    """Energies E around their mean, and their changes from draw to draw: the second should be about as wide as the first.
+    """Energies E around their mean, and their changes in a transition: the second should be about as wide as the first.
 
     draws: a posterior of a sampler with momenta, or energies [chains, draws]. Where changes are much narrower, momenta cannot carry
     a chain along the posterior's energies, and its tails are reached slowly; the legend has the E-BFMI of each chain, too small
@@ -108,17 +108,18 @@ def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
         known = _statistics(draws)
         if "energy" not in known:
             raise TypeError(f"a {type(draws).__name__} by {draws._method_name} has no energies of transitions")
-        values = known["energy"].double().numpy()
+        values, change = known["energy"].double().numpy(), known.get("energy_change")
     else:
-        values = named_chains(draws)[0][:, :, 0]
+        values, change = named_chains(draws)[0][:, :, 0], None
     if values.shape[1] < 4:
         raise ValueError(f"draws has {values.shape[1]} energies in each chain; at least 4 are needed")
-    around, changes = (values - values.mean(1, keepdims=True)).ravel(), np.diff(values, axis=1).ravel()
+    around = (values - values.mean(1, keepdims=True)).ravel()
+    changes = (np.diff(values, axis=1) if change is None else change.double().numpy()).ravel()
     ends = float(np.quantile(np.abs(np.concatenate([around, changes])), 0.998)) or 1.0
     ax = axes_of(ax)
-    for part, name in ((around, "E − its mean"), (changes, "change from draw to draw")):
+    for part, name in ((around, "E − its mean"), (changes, "change in a transition")):
         ax.hist(part, bins, range=(-ends, ends), density=True, histtype="stepfilled", alpha=0.5, label=name)
-    found = diagnostics.ebfmi(torch.from_numpy(values)).tolist()
+    found = diagnostics.ebfmi(torch.from_numpy(values), change).tolist()
     for number, value in enumerate(found[:CHAINS], start=1):
         ax.plot([], [], " ", label=f"E-BFMI of chain {number}: {value:.2f}{' (low)' if value < 0.3 else ''}")
     ax.set(xlabel="energy (nats)", ylabel="density", xlim=(-ends, ends))

@@ -43,7 +43,8 @@ class Hierarchical(Prior):
     determination (MacKay 1994, Neal 1996); "all". The likelihood's own weights are never grouped with those of the network.
     `with_width(width, alpha)` is Neal's parametrisation, and `FanIn` around it his scaling of weights by the number of units.
 
-    Elements of a group depend on each other: no density for single ones (`elementwise`).
+    Elements of a group depend on each other: no density for single ones (`elementwise`). Weights that `where=` leaves out are fixed
+    members of their group: the law of the others is the one given them, p(w_random | w_points), for chains and for particles alike.
     """
 
     shape: float = 1.0

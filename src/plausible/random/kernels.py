@@ -63,7 +63,7 @@ def fill(kind: str, rows: np.ndarray) -> Tensor:
 def _fill_numpy(kind: str, rows: np.ndarray) -> Tensor:
     transform = {"normal": _normal_numpy, "uniform": _uniform_numpy}[kind]
     count = rows.shape[1]
-    out = torch.empty(count, NUMBERS)
+    out = torch.empty(count, NUMBERS, dtype=torch.float32)
     numbers = out.numpy().reshape(count, 2, LANES)
     x0, x1, spare = np.empty((3, min(count, _CHUNK), LANES), np.uint32)
     for start in range(0, count, _CHUNK):
@@ -129,7 +129,7 @@ def _fill_compiled(kind: str, rows: np.ndarray) -> Tensor:
         rows = np.repeat(rows, 2, axis=1)
     # No grad and no inference mode, whatever is around us: dynamo guards on both, and would compile again.
     with torch.inference_mode(False), torch.no_grad():
-        out = torch.empty(rows.shape[1], NUMBERS)
+        out = torch.empty(rows.shape[1], NUMBERS, dtype=torch.float32)
         try:
             _kernel(kind)(torch.from_numpy(rows.view(np.int32)), out[:, :LANES], out[:, LANES:])
         except Exception as error:

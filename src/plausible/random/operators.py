@@ -51,7 +51,7 @@ def _draw(kind: str, key: Tensor, counter: Tensor, n: int) -> Tensor:
     keys = key.expand(*batch, 2).reshape(-1, 2).numpy()
     counters = counter.expand(batch).reshape(-1).numpy()
     if len(keys) == 0 or n == 0:
-        return torch.empty(*batch, n)
+        return torch.empty(*batch, n, dtype=torch.float32)
     offsets = counters - counters[0]
     draws = _draws(kind, (keys.tobytes(), offsets.tobytes()), int(counters[0]), keys, offsets, n)
     return draws.reshape(*batch, n)

@@ -228,7 +228,7 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
             traces |= {"rhat": convergence.rhat(flat).numpy(), "ess": convergence.ess_bulk(flat).numpy()}
     known = getattr(posterior, "statistics", {})
     if summaries.has_momenta(posterior, known):
-        traces["energy"] = known["energy"].numpy()
+        traces |= {name: known[name].numpy() for name in ("energy", "energy_change") if name in known}
     return found, traces
 
 

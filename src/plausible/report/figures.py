@@ -294,16 +294,18 @@ def chain_ranks(traces: Mapping[str, np.ndarray], bins: int = 20) -> str:
 
 
 def energies(traces: Mapping[str, np.ndarray], bins: int = 30) -> str:
-    """Energies around their mean and their changes from draw to draw, all chains together (Betancourt 2016)."""
-    energy = traces["energy"]
-    around, changes = (energy - energy.mean(1, keepdims=True)).ravel(), np.diff(energy, axis=1).ravel()
+    """Energies around their mean and their changes in a transition, all chains together (Betancourt 2016)."""
+    energy, change = traces["energy"], traces.get("energy_change")
+    around = (energy - energy.mean(1, keepdims=True)).ravel()
+    changes = (np.diff(energy, axis=1) if change is None else change).ravel()
     ends = float(np.quantile(np.abs(np.concatenate([around, changes])), 0.995)) or 1.0
     edges = np.linspace(-ends, ends, bins + 1)
     heights = [np.histogram(values, edges, density=True)[0] for values in (around, changes)]
     chart = Chart((-ends, ends), (0, 1.1 * max(float(part.max()) for part in heights)), "energy (nats)", "density")
     for part, kind, name in zip(heights, SERIES, ("around its mean", "change in a transition")):
         chart.line(np.repeat(edges, 2)[1:-1], np.repeat(part, 2), kind, name)
-    found = diagnostics.ebfmi(torch.from_numpy(np.ascontiguousarray(energy))).numpy()
+    seen = [None if part is None else torch.from_numpy(np.ascontiguousarray(part)) for part in (energy, change)]
+    found = diagnostics.ebfmi(*seen).numpy()  # type: ignore[arg-type]
     said = ", ".join(number(float(value), 2) for value in found)
     return figure(
         chart.svg(

@@ -87,7 +87,7 @@ def measured(posterior: Any, labels: Tensor, x: Tensor, y: Tensor) -> dict[str, 
     """What one run gave; copies and changes are means over chains, changes for a hundred draws."""
     function = posterior.diagnostics(x[:100])
     steps, chains = posterior.statistics["leapfrogs"], posterior.chains
-    every = posterior.method.rows / chains * posterior.method.thin
+    every = posterior.method.rows / chains
     return {
         "copies": sum(len(set(chain.tolist())) for chain in labels.T) / chains,
         "changes": 100 * float((labels.diff(dim=0) != 0).double().mean()),

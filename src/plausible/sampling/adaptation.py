@@ -193,11 +193,15 @@ class Slopes(NamedTuple):
 
     def metric(self, dtype: torch.dtype) -> Metric:
         """Inverse masses √(Var q / Var ∇), `[chains, P]` or `[P]` (Seyboldt, Carlson and Carpenter 2024)."""
-        wide, steep = self.squares, self.slope_squares
-        if bool(self.pooled):
-            wide, steep = wide.mean(0), steep.mean(0)
+        return Diagonal(
+            self.inverse_mass(1, dtype)[0] if bool(self.pooled) else self.inverse_mass(len(self.mean), dtype)
+        )
+
+    def inverse_mass(self, groups: int, dtype: torch.dtype) -> Tensor:
+        """Those of so many groups of neighbouring chains, from the mean variances of each: `[groups, P]`."""
+        wide, steep = (part.unflatten(0, (groups, -1)).mean(1) for part in (self.squares, self.slope_squares))
         tiny = 1e-20 * self.count
-        return Diagonal(((wide + tiny) / (steep + tiny)).sqrt().clamp(1e-10, 1e10).to(dtype))
+        return ((wide + tiny) / (steep + tiny)).sqrt().clamp(1e-10, 1e10).to(dtype)
 
 
 class Covariances(NamedTuple):

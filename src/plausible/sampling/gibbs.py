@@ -20,7 +20,7 @@ from plausible import random
 from plausible.priors import Gaussian, Hierarchical, Prior
 from plausible.priors.composed import Leaf, leaves
 from plausible.sampling.target import Target, gaussian
-from plausible.weights import Weights, flatten
+from plausible.weights import Weights, flatten, unflatten
 
 if TYPE_CHECKING:
     from plausible.methods.chains import ChainState
@@ -142,6 +142,41 @@ class Hierarchy:
         )
 
 
+def sample_given(
+    prior: Prior, weights: Mapping[str, Tensor], moving: tuple[str, ...], generator: torch.Generator, draws: int
+) -> Weights:
+    """w_moving ~ p(w_moving | w_others): draws of some weights given the others at their values, on a leading axis.
+
+    Points of a hierarchical group are seen members of it: τ_g | w_others ~ Gamma(a + n/2, b + ½ Σ w²) over them, and weights given
+    τ. Where weights are independent the others say nothing. Other priors that tie a moving weight to a point are refused.
+    """
+    drawn: Weights = {}
+    for leaf in leaves(prior, weights):
+        own = {name: weights[name] for name in leaf.factors if name in moving}
+        if not own:
+            continue
+        if isinstance(leaf.prior, Hierarchical):
+            known = Hierarchy._made([leaf], weights, tuple(own))
+            shape = known.shape.expand(draws, -1).to(generator.device)
+            tau = torch._standard_gamma(shape, generator=generator).to(known.rate.device) / known.rate
+            noise = torch.randn(
+                draws, len(known.label), generator=generator, dtype=torch.float64, device=generator.device
+            )
+            scale = known.vector(dict(zip(known.names, tau.clamp(*RANGE).unbind(1))), torch.float64).rsqrt()
+            found = unflatten(scale * noise.to(scale.device), own)
+            drawn |= {name: found[name].to(weight.dtype) for name, weight in own.items()}
+            continue
+        for name, point in ((n, p) for n in own for p in leaf.factors if p not in own):
+            if not (rule := leaf.prior.rule(name)).independent and rule == leaf.prior.rule(point):
+                raise ValueError(
+                    f"the prior ties {name} to {point}, which where= holds at its value, and cannot be drawn from given it: choose "
+                    "both, or a prior of independent weights"
+                )
+        found = leaf.prior.sample(own, generator, draws)
+        drawn |= {name: value / leaf.factors[name] ** 0.5 for name, value in found.items()}
+    return {name: drawn[name] for name in moving}
+
+
 def _by_group(position: Tensor, label: Tensor, factor: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """How many weights each group has, `[G]`, and Σ factor·w², `[chains, G]`."""
     empty = position.new_zeros(len(position), groups + 1)
@@ -185,4 +220,4 @@ def _inverted(shape: Tensor, level: Tensor) -> Tensor:
     return 0.5 * (low + high)
 
 
-__all__ = ["Hierarchy", "gamma"]
+__all__ = ["Hierarchy", "gamma", "sample_given"]

@@ -91,8 +91,9 @@ class Joined:
 class ChainsPosterior(DrawsPosterior):
     """Draws of Markov chains with statistics of their transitions; `extend` goes on where they stopped.
 
-    `statistics` maps names (acceptance, divergent, energy, …) to `[chains, draws]`. The last state of the chains is
-    kept, and saved, so that a loaded posterior can go on too.
+    `statistics` maps names (acceptance, divergent, energy, …) to `[chains, draws]`. With `thin` above 1 divergences and leapfrogs
+    are sums over the transitions of a draw and acceptance is their mean. The last state of the chains is kept, and saved, so
+    that a loaded posterior can go on too.
     """
 
     kind = "chains"
@@ -119,7 +120,7 @@ class ChainsPosterior(DrawsPosterior):
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Of each kept transition: name → `[chains, draws]`, in float64."""
+        """Of each draw: name → `[chains, draws]`, in float64."""
         total = len(self.everything) // self.chains * self.chains
         parts = [tree.to(part, "cpu") for part in Named(self.everything, self.model, statistics=True).shards()]
         found = tree.index(tree.concatenate(parts), slice(total))
@@ -247,9 +248,10 @@ class _Continued(Method):
     divisible = False
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
-        """`more` draws."""
-        thin = self.method.plan(num_data).thin
-        return Plan(steps=self.more * thin, per_epoch=1, batch_size=None, burn_in=0, thin=thin)
+        """`more` draws, the first after what is missing to it where the run was stopped between two."""
+        plan = self.method.plan(num_data)
+        since = (int(self.state[-1]) - plan.burn_in) % plan.thin  # a state ends with the number of its transitions
+        return Plan(steps=self.more * plan.thin - since, per_epoch=1, batch_size=None, burn_in=-since, thin=plan.thin)
 
     def prepare(self, model: Model, data: Data) -> Model:
         """As the sampler."""
@@ -275,13 +277,9 @@ class _Continued(Method):
         """That of the sampler."""
         return self.method.step(model, state, batch)
 
-    def kept_by(self, model: Model, state: Any) -> list[Weights]:
+    def kept(self, model: Model, state: Any) -> Weights:
         """As the sampler."""
-        return self.method.kept_by(model, state)
-
-    def kept_together(self, model: Model, state: Any) -> Weights | None:
-        """As the sampler."""
-        return self.method.kept_together(model, state)
+        return self.method.kept(model, state)
 
     def caption(self, state: Any) -> str | None:
         """As the sampler."""

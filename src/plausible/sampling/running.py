@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 def run(method: Chains, target: Target, position: Tensor, seed: int = 0) -> dict[str, Any]:
     """Warm up and sample from `position` `[rows, P]`.
 
-    Returns `position` `[draws, rows, P]`, all statistics `[draws, rows]`, and the last `state`. Cost: that of `warmup +
+    Returns `position` `[draws, rows, P]`, all statistics `[draws, chains]`, and the last `state`. Cost: that of `warmup +
     draws · thin` transitions; no checkpoints, no bar.
     """
     kept: list[dict[str, Tensor]] = []
     with torch.no_grad(), random.isolated(seed, position.device):
         state = method.started(target, position, random.key(seed, device=position.device))
         for number in range(method.warmup + method.draws * method.thin):
-            state, info = method.advanced(target, state)
+            state, _ = method.advanced(target, state)
             if number >= method.warmup and (number - method.warmup + 1) % method.thin == 0:
-                kept.append({"position": state.position, **info})
+                about = method.about(state)
+                joint = about["log_likelihood"] + about["log_prior"]
+                kept.append({"position": state.position, "log_joint": joint, **about})
     return {name: torch.stack([draw[name] for draw in kept]) for name in kept[0]} | {"state": state}

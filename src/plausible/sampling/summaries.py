@@ -229,15 +229,18 @@ def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:
 def transitions(posterior: Any) -> dict[str, Any]:
     """What the transitions of chains say, averaged or the worst; only what their kernel knows.
 
-    `divergences` (a count), `acceptance` (`acceptance_least`: of the chain with the least) with `target_acceptance`, `step_size`,
-    `leapfrogs` (gradients a transition), `saturated` (the share of NUTS trees that grew to `max_depth`), `ebfmi` (the smallest
-    over chains, for kernels with momenta).
+    `transitions` behind the draws and `divergences` among them (counts), `acceptance` (`acceptance_least`: of the chain with the
+    least) with `target_acceptance`, `step_size`, `leapfrogs` (gradients a transition), `saturated` (the share of NUTS trees that
+    grew to `max_depth`, of kept ones), `ebfmi` (the smallest over chains, for kernels with momenta).
     """
     known: Mapping[str, Tensor] = posterior.statistics
-    found: dict[str, Any] = {"divergences": int(known["divergent"].sum()) if "divergent" in known else 0}
-    for name in ("acceptance", "step_size", "leapfrogs"):
+    thin = getattr(posterior.method, "thin", 1)
+    found: dict[str, Any] = {
+        "transitions": len(posterior) * thin, "divergences": int(known["divergent"].sum()) if "divergent" in known else 0
+    }  # fmt: skip
+    for name, each in (("acceptance", 1), ("step_size", 1), ("leapfrogs", thin)):
         if name in known:
-            found[name] = float(known[name].mean())
+            found[name] = float(known[name].mean()) / each
     if "acceptance" in known:
         found["acceptance_least"] = float(known["acceptance"].mean(1).min())
     for setting in ("target_acceptance", "max_depth"):
@@ -246,7 +249,7 @@ def transitions(posterior: Any) -> dict[str, Any]:
     if "depth" in known and "max_depth" in found:
         found["saturated"] = float((known["depth"] >= found["max_depth"]).double().mean())
     if has_momenta(posterior, known):
-        smallest = diagnostics.ebfmi(known["energy"]).nan_to_num(torch.inf).min()
+        smallest = diagnostics.ebfmi(known["energy"], known.get("energy_change")).nan_to_num(torch.inf).min()
         found["ebfmi"] = float(smallest)
     return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}
 

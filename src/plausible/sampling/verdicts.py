@@ -172,19 +172,20 @@ def divergences(found: Found) -> list[Verdict]:
     count = int(found.get("divergences") or 0)
     if not count:
         return []
-    target, draws = _number(found, "target_acceptance"), found.get("draws") if "acceptance" in found else None
+    target, every = _number(found, "target_acceptance"), found.get("transitions") or found.get("draws")
+    every = every if "acceptance" in found else None
     advice = "Lower the step size: the sampler leaves out parts of the posterior that are narrow."
     if target is not None:
         advice = (
             f"Raise target_acceptance ({target:.3g} now, {1 - (1 - target) / 4:.3g} say), which shortens the steps; if some are "
             "left, change the posterior: standardise inputs and targets, fix a learned noise, or sample the scales of priors apart."
         )
-    if not draws:
+    if not every:
         return [Verdict("bad", f"{plural(count, 'transition')} diverged.", "", advice)]
     return [
         Verdict(
-            "bad" if count >= FEW * draws else "unclear",
-            f"{plural(count, 'transition')} of {draws:,} ({percent(count / draws, 1)}) diverged.",
+            "bad" if count >= FEW * every else "unclear",
+            f"{plural(count, 'transition')} of {every:,} ({percent(count / every, 1)}) diverged.",
             "Steps were too long for narrow parts of the posterior, which may be missing from the draws.",
             advice,
         )

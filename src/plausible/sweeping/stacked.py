@@ -19,7 +19,7 @@ from plausible.posterior import MixturePosterior, Posterior
 from plausible.stacking import closed_over
 from plausible.storage import MemoryDraws
 from plausible.sweeping.grid import Settings, Target, applied, filled, stackable
-from plausible.weights import Weights, index, num_bytes, stack
+from plausible.weights import Weights, concatenate, index, num_bytes, stack
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted
@@ -116,9 +116,9 @@ class Stacked(Method):
             found.append(method.step(own, index(state.inner, k), batch))
         return StackedState(stack([new for new, _ in found]), state.values), _finite_means(stack([i for _, i in found]))
 
-    def kept(self, state: StackedState) -> list[Weights]:
+    def kept(self, model: Model, state: StackedState) -> Weights:
         """Those of all members, in turn."""
-        return [draw for k in range(self.members) for draw in self.method.kept(index(state.inner, k))]
+        return concatenate([self.method.kept(model, index(state.inner, k)) for k in range(self.members)])
 
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The members' posteriors, as the parts of a mixture."""
