@@ -9,6 +9,7 @@ once.
 
 `python -m benchmarks.laplace limits`: Kronecker factors of a ResNet-18, and a last layer of 512 inputs and 3,100 classes.
 `python -m benchmarks.laplace cuda`: the same work on a GPU, ours alone.
+`python -m benchmarks.laplace floor`: the matrix products of a fit alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import interleave
 from benchmarks.workers import Worker, serve
 
 PEERS = ("curvlinops", "backpack", "asdl")
@@ -327,14 +329,56 @@ def cuda() -> dict[str, Any]:
     return found
 
 
+def floor(rows: int = 256, points: int = 10_000, columns: int = 10) -> dict[str, float]:
+    """Seconds of the matrix products alone that fits of 10,000 points need, by chunks of 256: what no bookkeeping can undercut."""
+    from plausible.curvature.gram import add_gram
+
+    x, h, slopes = torch.rand(rows, 784), torch.rand(rows, 400), torch.rand(rows * columns, 400)
+    first, second = torch.rand(784, 400), torch.rand(400, 400)
+    curved, into = slopes[: rows * (columns - 1)].unsqueeze(1), [torch.rand(rows, 1, n) for n in (785, 401, 401)]
+    totals, outward = [torch.zeros(1, a.shape[-1], a.shape[-1]) for a in into], torch.zeros(1, 400, 400)
+    squares = [torch.zeros(a.shape[-1], 400) for a in into[:2]]
+
+    def forward() -> int:
+        x @ first
+        h @ second
+        return 1
+
+    def backward() -> int:
+        slopes @ second
+        return 1
+
+    def factors() -> int:
+        for total, a in zip(totals, into):
+            add_gram(total, a, a)
+        for _ in range(2):
+            add_gram(outward, curved, curved)
+        return 1
+
+    def diagonals() -> int:
+        for total, a in zip(squares, into):
+            total.addmm_(a[:, 0].T, h)
+        return 1
+
+    parts = {"forward": forward, "backward": backward, "factors": factors, "diagonals": diagonals}
+    found = {n: statistics.median(v) * points / rows for n, v in interleave(parts, rounds=25).items()}
+    shared = found["forward"] + found["backward"]
+    found |= {"fit, Kronecker": shared + found["factors"], "fit, diagonal": shared + found["diagonals"]}
+    print(f"products alone, {points:,} points: " + ", ".join(f"{name} {value:.2f} s" for name, value in found.items()))
+    return found
+
+
 def main() -> None:
-    """Arguments: nothing, "limits", "cuda", or a part of the names of contests ("fit", "predict, diag", …)."""
+    """Arguments: nothing, "limits", "cuda", "floor", or a part of the names of contests ("fit", "predict, diag", …)."""
     words = sys.argv[1:]
     warnings.simplefilter("ignore")
     if words[:1] == ["child"]:
         return child(Job(**json.loads(words[1])))
     if words[:1] == ["cuda"]:
         print(json.dumps(cuda()))
+        return None
+    if words[:1] == ["floor"]:
+        print(json.dumps(floor()))
         return None
     result: dict[str, Any] = {}
     if words[:1] != ["limits"]:

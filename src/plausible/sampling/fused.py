@@ -42,7 +42,7 @@ class Way(NamedTuple):
         """Few warps for many chains, which hide each other's waiting; tensor cores where one product follows another."""
         held, widest = fused_source.elements(layers)
         if len(layers) > 2 or layers[-1].outputs > 1:
-            return cls(32 if held > 2048 else 64, 4, "tf32x3")
+            return cls(32 if held > 4096 else 64, 4, "tf32x3")
         return cls(32, 2 if chains > 256 and widest <= 64 else 4, "ieee")
 
 
