@@ -1,11 +1,12 @@
 """Laplace: seconds, peak memory and agreement of fits and linearised predictions, ours and laplace-torch's in one run.
 
-`python -m benchmarks.laplace`: network 784-400-400-10, 10,000 points, 10 classes, the weights as they are, prior N(0, 1). Every
-candidate is a process of its own and takes its turn; the ratio is the median over rounds, per row of data. laplace-torch is looked
-for in the environment of the interpreter that `PLAUSIBLE_PEERS` names, then in this one; without it ours is measured alone. Peers
-that take minutes get fewer rows, which the report says. Memory is the highest resident set of the first run less that before it,
-with network and data (for predictions also the fitted posterior) in place, and after a run on 32 rows, which loads what is loaded
-once.
+`python -m benchmarks.laplace`: network 784-400-400-10, 10,000 points, 10 classes, prior N(0, 1). Points and weights are random,
+so that no class is ruled out anywhere; "trained" contests have the first 10,000 images of MNIST and the weights that
+`MAP(epochs=20)` finds for them. Every candidate is a process of its own and takes its turn; the ratio is the median over rounds,
+per row of data. laplace-torch is looked for in the environment of the interpreter that `PLAUSIBLE_PEERS` names, then in this one;
+without it ours is measured alone. Peers that take minutes get fewer rows, which the report says. Memory is the highest resident
+set of the first run less that before it, with network and data (for predictions also the fitted posterior) in place, and after a
+run on 32 rows, which loads what is loaded once.
 
 `python -m benchmarks.laplace limits`: Kronecker factors of a ResNet-18, and a last layer of 512 inputs and 3,100 classes.
 `python -m benchmarks.laplace cuda`: the same work on a GPU, ours alone.
@@ -20,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +48,9 @@ class Job:
     where: Literal["all", "last"]
     rows: int
     points: int
-    network: Literal["mlp", "resnet", "classes"] = "mlp"
+    network: Literal["mlp", "trained", "resnet", "classes"] = "mlp"
     device: str = "cpu"
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ def contests() -> list[Contest]:
     return [
         Contest("fit, Kronecker, all weights", fit, every, 3),
         Contest("fit, diagonal, all weights", replace(fit, structure="diag"), {**every, "curvlinops": 128}, 3),
+        Contest("fit, Kronecker, all weights, trained", replace(fit, network="trained"), every, 3),
+        Contest("fit, diagonal, all weights, trained", replace(fit, structure="diag", network="trained"),
+                {"backpack": 10_000, "asdl": 10_000}, 3),
         Contest("fit, Kronecker, last layer", replace(fit, **last), every, 1),
         Contest("fit, full, last layer", replace(fit, structure="full", **last), dict.fromkeys(PEERS, 1_000), 1),
         Contest("predict, Kronecker, all weights", predict, most, 50),
@@ -106,17 +112,57 @@ def resnet18(classes: int) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)).eval()
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(784, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
+
+
+@contextlib.contextmanager
+def trained(wanted: bool, points: int = 10_000, epochs: int = 20) -> Iterator[str | None]:
+    """A file with the network trained on images of MNIST, and these; None where it is not wanted or there are no images."""
+    import plausible as pl
+
+    try:
+        if not wanted:
+            raise FileNotFoundError
+        x, y = pl.datasets.load("mnist").train
+    except FileNotFoundError as error:
+        print(error, end="\n" if wanted else "")
+        yield None
+        return
+    x, y = x[:points].reshape(points, -1).float(), y[:points]
+    torch.manual_seed(0)
+    net = perceptron()
+    likelihood, prior = pl.likelihoods.Categorical(), pl.priors.Gaussian(1.0)
+    found = pl.fit(net, (x, y), pl.MAP(epochs=epochs), likelihood=likelihood, prior=prior, progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "trained.pt")
+        torch.save({"x": x, "y": y, "weights": {n: v[0] for n, v in found.weights().items()}}, file)
+        yield file
+
+
+def with_file(job: Job, file: str | None) -> Job | None:
+    """The job with the file of the trained network; None where it needs one that is not there."""
+    if job.network != "trained":
+        return job
+    return None if file is None else replace(job, file=file)
+
+
 def problem(job: Job) -> tuple[nn.Module, Tensor, Tensor]:
     """The network, inputs and labels of a job, the same in every process."""
     torch.manual_seed(0)
     rows = max(job.rows, job.points)
+    if job.network == "trained":
+        kept = torch.load(job.file)
+        net = perceptron()
+        net.load_state_dict(kept["weights"])
+        return net.to(job.device), kept["x"][:rows].to(job.device), kept["y"][:rows].to(job.device)
     if job.network == "resnet":
         net, x, classes = resnet18(10), torch.randn(rows, 3, 32, 32), 10
     elif job.network == "classes":
         net, classes = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 3_100)), 3_100
         x = torch.randn(rows, 64)
     else:
-        net = nn.Sequential(nn.Linear(784, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
+        net = perceptron()
         with torch.no_grad():
             net[-1].weight.mul_(4)  # so that the classes differ in probability
         x, classes = torch.rand(rows, 784), 10
@@ -195,7 +241,7 @@ def peer_python() -> str | None:
 def child(job: Job) -> None:
     """Do a job when asked; "moments" answers means and covariances of 20 f(x)."""
     candidate = ours if job.who == "plausible" else theirs
-    if job.network == "mlp":
+    if job.network in ("mlp", "trained"):
         candidate(replace(job, rows=32, points=32))[0]()  # what is loaded and set up once is no cost of the work
     run, moments = candidate(job)
 
@@ -263,15 +309,19 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def agreement(peer: str) -> dict[str, float]:
+def agreement(peer: str, file: str | None) -> dict[str, float]:
     """Largest difference of covariances of f(x) over the largest covariance, where both are exact."""
     found = {}
     print("covariances of f(x) at 20 inputs, theirs less ours, in units of the largest; aim 1e-4")
-    for structure, where in (("diag", "all"), ("full", "last"), ("kron", "last"), ("kron", "all")):
-        job = Job("plausible", "fit", structure, where, rows=1_000, points=1_000)  # type: ignore[arg-type]
+    base = Job("plausible", "fit", "diag", "all", rows=1_000, points=1_000)
+    cases = {"diag, all": base, "diag, all, trained": replace(base, network="trained", rows=10_000, points=10_000)}
+    for structure, where in (("full", "last"), ("kron", "last"), ("kron", "all")):
+        cases[f"{structure}, {where}"] = replace(base, structure=structure, where=where)  # type: ignore[arg-type]
+    for name, job in ((name, with_file(job, file)) for name, job in cases.items()):
+        if job is None:
+            continue
         with workers([job, replace(job, who="backpack")], 150.0, peer) as running:
             both = [worker.ask("moments") for worker in running]
-        name = f"{structure}, {where}"
         if not all(both):
             print(f"  {name}: not to be had")
             continue
@@ -312,20 +362,21 @@ def cuda() -> dict[str, Any]:
     jobs += [replace(base, rows=256, points=256, network="resnet"), replace(base, where="last", network="classes"),
              replace(base, task="predict", where="last", rows=1_000, network="classes")]  # fmt: skip
     found = {}
-    for job in jobs:
-        run, _ = ours(job)
-        times = []
-        for _ in range(6):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before, begun = torch.cuda.memory_allocated(), time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begun)
-        size = (torch.cuda.max_memory_allocated() - before) / 2**20
-        name = f"{job.task}, {job.structure}, {job.where}, {job.network}, {job.rows:,} rows"
-        found[name] = {"seconds": statistics.median(times[1:]), "MiB": size}
-        print(f"  {name:44} {found[name]['seconds']:8.4f} s {size:9.0f} MiB", flush=True)
+    with trained(True) as file:
+        for job in filter(None, (with_file(job, file) for job in jobs)):
+            run, _ = ours(job)
+            times = []
+            for _ in range(6):
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before, begun = torch.cuda.memory_allocated(), time.perf_counter()
+                run()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begun)
+            size = (torch.cuda.max_memory_allocated() - before) / 2**20
+            name = f"{job.task}, {job.structure}, {job.where}, {job.network}, {job.rows:,} rows"
+            found[name] = {"seconds": statistics.median(times[1:]), "MiB": size}
+            print(f"  {name:44} {found[name]['seconds']:8.4f} s {size:9.0f} MiB", flush=True)
     return found
 
 
@@ -389,11 +440,14 @@ def main() -> None:
                 "laplace-torch is absent, ours is measured alone: PLAUSIBLE_PEERS may name an interpreter that has it"
             )
         part = words[0] if words else ""
-        for contest in contests():
-            if part in contest.name:
-                result[contest.name] = compete(contest, peer)
-        if peer and part in ("", "agreement"):
-            result["agreement"] = agreement(peer)
+        wanted = [contest for contest in contests() if part in contest.name]
+        agrees = peer is not None and part in ("", "agreement")
+        with trained(agrees or any(contest.job.network == "trained" for contest in wanted)) as file:
+            for contest in wanted:
+                if own := with_file(contest.job, file):
+                    result[contest.name] = compete(replace(contest, job=own), peer)
+            if peer and agrees:
+                result["agreement"] = agreement(peer, file)
     if not words or words[0] == "limits":
         result |= limits()
     print(json.dumps(result))

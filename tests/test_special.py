@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import special as oracle
 
-from plausible.special import betainc, log1pmx, stirling_error
+from plausible.special import betainc, flushed, log1pmx, stirling_error
 
 
 @pytest.mark.parametrize(("low", "high"), [(-10, -2), (-2, 2), (0, 4), (3, 6), (5, 8), (-10, 8)])
@@ -86,3 +86,12 @@ def test_stirling_error_has_finite_gradients_everywhere() -> None:
     exact = (lambda v: oracle.digamma(v) - np.log(v) + 0.5 / v)(a.detach().double().numpy())
     np.testing.assert_allclose(gradient[1:4], exact[1:4], rtol=1e-4, atol=1e-5)
     assert gradient.isfinite().all()
+
+
+def test_only_what_is_negligible_beside_the_largest_is_flushed() -> None:
+    tiny = torch.finfo(torch.float32).tiny
+    values = torch.tensor([1.0, -1e-18, 1e-20, -2e-20, tiny / 8, 0.0])
+    assert flushed(values).tolist() == [1.0, values[1].item(), 0.0, 0.0, 0.0, 0.0]
+    assert values[2] != 0  # the argument stays as it was
+    for kept in (values[2:4], values.double(), torch.tensor([3, 0]), values[:0]):
+        assert flushed(kept) is kept

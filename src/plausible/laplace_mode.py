@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plausible.curvature.structures import Curvature, estimate
+from plausible.curvature.estimating import estimate
+from plausible.curvature.structures import Curvature
 from plausible.curvature.sums import added
 from plausible.curvature.tally import Tally
 from plausible.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
@@ -23,7 +24,7 @@ from plausible.model import Model
 from plausible.priors import Gaussian, Hierarchical, Prior, as_prior
 from plausible.priors.composed import leaves
 from plausible.priors.earlier import earlier_posterior
-from plausible.special import widest
+from plausible.special import flushed, widest
 from plausible.weights import Weights
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Mode:
         )
         settings: dict[str, Any] = {
             "structure": method.structure, "curvature": method.curvature, "precision": precision, "sharing": method.sharing,
-            "rank": method.rank, "chunk": method.chunk, "progress": progress,
+            "rank": method.rank, "chunk": method.chunk, "negligible": method.negligible, "progress": progress,
         }  # fmt: skip
         chosen = None
         scale = 1.0 / float(model.temperature)
@@ -113,7 +114,7 @@ class Mode:
             self.log_likelihood = self.tally.log_likelihood.cpu()
             _, pull = log_prior_gradient(self.model, self.weights)
             slope = self.tally.gradient
-            gradient = {n: (slope.pop(n) + pull.pop(n)).div_(self.model.temperature) for n in self.names}
+            gradient = {n: flushed((slope.pop(n) + pull.pop(n)).div_(self.model.temperature)) for n in self.names}
         else:
             value, gradient = log_joint_gradient(self.model, self.weights, self.data)
             prior = self.model.log_prior(self.weights).detach().double()
@@ -313,8 +314,9 @@ def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[f
 def _widest(model: Model, weights: Weights, data: Data, precision: Weights, count: int, method: Laplace) -> Tensor:
     """Numbers of the `count` elements with the largest marginal variance, by a diagonal curvature, in the order of the layers."""
     diagonal = estimate(
-        model, weights, data, structure="diag", curvature="ggn" if method.curvature == "hessian" else method.curvature
-    )
+        model, weights, data, structure="diag", curvature="ggn" if method.curvature == "hessian" else method.curvature,
+        negligible=method.negligible,
+    )  # fmt: skip
     first = next(iter(weights.values()))
     variances = diagonal.variances(precision, torch.ones((), dtype=first.dtype, device=first.device))
     whole = torch.cat([variances[n].reshape(-1) for block in diagonal.blocks for n in block.names])

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from plausible import random, storage
 from plausible import weights as tree
+from plausible.curvature.estimating import choose_chunk, is_final
 from plausible.curvature.kronecker import Kronecker
 from plausible.curvature.linearising import Linearisation
 from plausible.curvature.low_rank_block import projected
-from plausible.curvature.structures import Curvature, choose_chunk, is_final
+from plausible.curvature.structures import Curvature
 from plausible.curvature.subset import Subset
 from plausible.curvature.tuning import Evidence, gaussian_log_prior
 from plausible.data import num_rows, take

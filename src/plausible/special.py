@@ -132,3 +132,16 @@ def betainc(a: Tensor, b: Tensor, x: Tensor, complement: Tensor | None = None) -
     value = torch.exp(normaliser + _log_kernel(a1, b1, x1, y1, excess)) / _fraction(a1, b1, x1, excess)
     value = torch.where(swap, 1 - value, value).clamp(0, 1).reshape(everything[0].shape)
     return value.to(x.device, x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+
+def flushed(values: Tensor) -> Tensor:
+    """0 instead of what is negligible beside the largest of the values and has a square below the normal numbers.
+
+    Weights of units that are never used decay to such numbers, and products with them take a CPU up to a hundred times as long.
+    """
+    if values.device.type != "cpu" or not values.is_floating_point() or not values.numel():
+        return values
+    size = values.abs()
+    limit = torch.clamp(1e-12 * size.max(), max=math.sqrt(torch.finfo(values.dtype).tiny))
+    small = (size < limit).logical_and_(values != 0)
+    return values.masked_fill(small, 0.0) if bool(small.any()) else values

@@ -7,11 +7,11 @@ import torch
 from tests.curvature.networks import NETWORKS, build
 
 import plausible as pl
-from plausible.curvature import structures
+from plausible.curvature import estimating
+from plausible.curvature.estimating import estimate
 from plausible.curvature.gram import add_gram, add_products
 from plausible.curvature.kronecker import eigen
 from plausible.curvature.linearising import Linearisation
-from plausible.curvature.structures import estimate
 from plausible.curvature.tally import Tally
 from plausible.data import as_data
 from plausible.model import Model
@@ -83,7 +83,7 @@ def test_curvature_and_tally_do_not_depend_on_the_slices(
     point = {**model.initial, **model.buffers}
     found = []
     for rows in (1, 10**6):  # two columns of three at a time, and all
-        monkeypatch.setattr(structures, "ROWS", rows)
+        monkeypatch.setattr(estimating, "ROWS", rows)
         tally = Tally()
         settings = {"structure": structure, "sharing": sharing, "chunk": 3, "tally": tally}
         own = estimate(model, point, data, **settings)  # type: ignore[arg-type]

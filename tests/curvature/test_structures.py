@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.curvature import losses
 from plausible.curvature.blocks import flat
+from plausible.curvature.estimating import estimate
 from plausible.curvature.linearising import Linearisation
-from plausible.curvature.structures import Curvature, estimate
+from plausible.curvature.structures import Curvature
 from plausible.data import as_data
 from plausible.model import Model
 
@@ -213,14 +214,14 @@ def test_a_last_layer_has_its_factors_without_gradients() -> None:
     )
     one = torch.ones(()).double()
     fast = matrix(estimate(model, model.initial, data, structure="kron"), zero(model), one)
-    from plausible.curvature import structures
+    from plausible.curvature import estimating
 
-    before = structures.is_final
-    structures.is_final = lambda *_: False  # type: ignore[assignment]
+    before = estimating.is_final
+    estimating.is_final = lambda *_: False  # type: ignore[assignment]
     try:
         slow = matrix(estimate(model, model.initial, data, structure="kron"), zero(model), one)
     finally:
-        structures.is_final = before
+        estimating.is_final = before
     torch.testing.assert_close(fast, slow)
 
 
@@ -284,11 +285,11 @@ def test_kronecker_factors_of_a_hessian_are_refused() -> None:
 
 
 def test_what_cannot_fit_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plausible.curvature import structures
+    from plausible.curvature import estimating
 
     model, data, _ = problem("perceptron")
-    monkeypatch.setattr(structures, "available", lambda _: 1000)
-    monkeypatch.setattr(structures.Linearisation, "__call__", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(estimating, "available", lambda _: 1000)
+    monkeypatch.setattr(estimating.Linearisation, "__call__", lambda *_: pytest.fail("the work began"))
     with pytest.raises(MemoryError, match="structure='full' needs about"):
         estimate(model, model.initial, data, structure="full")
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
+from plausible.curvature.estimating import estimate
 from plausible.curvature.kronecker import Kronecker
-from plausible.curvature.structures import Curvature, estimate
+from plausible.curvature.structures import Curvature
 from plausible.curvature.sums import added
 from plausible.data import ArrayData
 from plausible.model import Model

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import plausible as pl
 from plausible.curvature.backward import can_batch, gradients
+from plausible.curvature.estimating import estimate
 from plausible.curvature.linearising import Linearisation
 from plausible.curvature.products import log_joint_gradient, log_prior_gradient
-from plausible.curvature.structures import estimate
 from plausible.curvature.tally import Tally
 from plausible.data import as_data
 from plausible.model import Model

@@ -1,11 +1,12 @@
 """Curvature of the log-likelihood in the weights: products without the Jacobian, and structures added up over the data."""
 
 from plausible.curvature import losses
+from plausible.curvature.estimating import estimate
 from plausible.curvature.layers import Layer, Part
 from plausible.curvature.linearising import Linearisation
 from plausible.curvature.low_rank import leading
 from plausible.curvature.products import empirical_product, ggn_product, hessian_product, log_joint_gradient
-from plausible.curvature.structures import Curvature, estimate
+from plausible.curvature.structures import Curvature
 
 __all__ = [
     "Curvature",

@@ -16,7 +16,7 @@ from torch import Tensor
 from plausible.curvature.blocks import KINDS, WIDE, Block, squares
 from plausible.curvature.gram import add_gram
 from plausible.curvature.layers import Layer, Part
-from plausible.special import widest
+from plausible.special import flushed, widest
 from plausible.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
@@ -236,7 +236,7 @@ def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) 
 def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Eigenvalues, not negative, and eigenvectors of this type, of symmetric matrices by their parts above the diagonal."""
     values, vectors = torch.linalg.eigh(matrix.to(_wide(matrix)), UPLO="U")
-    return values.clamp(min=0), vectors.to(dtype).contiguous()  # as they are when they are read from a file
+    return values.clamp(min=0), flushed(vectors.to(dtype).contiguous())  # as they are when they are read from a file
 
 
 KINDS["kronecker"] = Kronecker

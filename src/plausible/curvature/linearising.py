@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from plausible.curvature.backward import can_batch, gradients
+from plausible.curvature.columns import Columns
 from plausible.curvature.layers import Layer, Part
 from plausible.curvature.recording import Recorder, Use
 from plausible.data import num_rows, take
 from plausible.model import Model
+from plausible.special import flushed
 from plausible.weights import Weights, num_elements, tree_map
 
 
@@ -29,7 +31,7 @@ class Linearisation:
     def __init__(self, model: Model, weights: Mapping[str, Tensor], x: Any):
         self.model = model
         self.names = tuple(n for n in model.random if not n.startswith("likelihood."))
-        self.weights = {name: value.detach() for name, value in weights.items()}
+        self.weights = {name: flushed(value.detach()) for name, value in weights.items()}
         self.cloning = False
         self.batched: bool | None = None  # whether all columns go through one backward pass; found out by trying
         with torch.inference_mode(False):
@@ -159,7 +161,7 @@ class Linearisation:
         return found
 
     def slices(
-        self, x: Any, roots: Callable[[Tensor], Tensor], count: int | None = None
+        self, x: Any, roots: Callable[[Tensor], Tensor | Columns], count: int | None = None
     ) -> Iterator[tuple[Tensor, list[Part]]]:
         """The same for `count` of the K columns after the other, by one forward pass and a backward pass for each slice."""
         with torch.inference_mode(False), torch.enable_grad():

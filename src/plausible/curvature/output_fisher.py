@@ -6,6 +6,7 @@ Outputs are [B, *O], seen as [B, P, C]: P positions that do not interact, and on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,25 @@ class OutputFisher(ABC):
             here = F.one_hot(position, self.positions).to(values.dtype)  # [k, P]
             values = here[:, None, :, None] * values[:, :, None, :]
         return values.reshape(len(of), *self.shape)
+
+    def sizes(self) -> Tensor:
+        """‖L[k, b]‖² of all columns of another root L, as uneven as it can easily be had: [B, K], which sums to tr F_b over k."""
+        return self._sizes().flatten(1)
+
+    def leading(self, columns: slice) -> Tensor:
+        """These of the columns of L, ordered for each example by their sizes, the largest first: [k, B, *O]."""
+        order = self._order[columns]  # [k, B]
+        position = order // self.rank
+        values = self._picked(position, order % self.rank)  # [k, B, C]
+        if self.positions > 1:
+            whole = values.new_zeros(*order.shape, self.positions, values.shape[-1])
+            at = position[..., None, None].expand(*order.shape, 1, values.shape[-1])
+            values = whole.scatter(2, at, values[:, :, None])
+        return values.reshape(len(order), *self.shape)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        return self.sizes().argsort(1, descending=True).T.contiguous()
 
     def apply(self, vectors: Tensor) -> Tensor:
         """F_b v_b: [V, B, *O]."""
@@ -68,6 +88,14 @@ class OutputFisher(ABC):
         """These columns of the roots of these positions: [k, B, C]."""
 
     @abstractmethod
+    def _sizes(self) -> Tensor:
+        """[B, P, rank]."""
+
+    @abstractmethod
+    def _picked(self, position: Tensor, column: Tensor) -> Tensor:
+        """Columns of L, of their own for each example: [k, B, C] for numbers [k, B]."""
+
+    @abstractmethod
     def _apply(self, vectors: Tensor) -> Tensor: ...
 
     @abstractmethod
@@ -93,6 +121,12 @@ class Elementwise(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
         return self._values.sqrt().T[position, :, None]
 
+    def _sizes(self) -> Tensor:
+        return self._values[..., None]
+
+    def _picked(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
+        return self._values.sqrt().T.gather(0, position)[..., None]
+
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._values[..., None] * vectors
 
@@ -111,6 +145,9 @@ class Softmax(OutputFisher):
 
     diag(√p) − p√pᵀ is a root whose C columns span C − 1 dimensions, since √p is in its null space. A Householder reflection
     that takes √p to the last axis leaves C − 1 columns, R_ij = √p_j·(δ_ij − (p_i + s·δ_iC)/(1 + s)) with s = √p_C.
+
+    The Cholesky factor is another root (Tanabe & Sagae 1992): with classes by falling probability and q_j = Σ_{i>j} p_i its
+    column j is √(p_j q_j/(p_j + q_j))·(e_j − Σ_{i>j} p_i e_i/q_j), the class j against those that are less probable.
     """
 
     def __init__(self, probabilities: Tensor):
@@ -125,6 +162,29 @@ class Softmax(OutputFisher):
         common = torch.cat([p[..., :-1], p[..., -1:] + s], -1) / (1 + s)
         own = F.one_hot(column, self._p.shape[-1]).to(p.dtype)[:, None]
         return self._p[:, position, column].T[..., None].sqrt() * (own - common)
+
+    @cached_property
+    def _falling(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities in falling order, their classes, and q: [B, P, C] each."""
+        p, classes = self._p.sort(-1, descending=True)
+        return p, classes, _after(p)
+
+    def _sizes(self) -> Tensor:
+        p, _, q = self._falling
+        tiny = torch.finfo(p.dtype).tiny
+        lengths = p * (q / (p + q).clamp(min=tiny)) * (1 + _after(p.square()) / q.square().clamp(min=tiny))
+        return lengths[..., :-1]
+
+    def _picked(self, position: Tensor, column: Tensor) -> Tensor:
+        example = torch.arange(self.shape[0], device=self.device).expand_as(position)
+        p, classes, q = (values[example, position] for values in self._falling)  # [k, B, C]
+        tiny = torch.finfo(p.dtype).tiny
+        here = column[..., None]
+        after, own = q.gather(-1, here), p.gather(-1, here)
+        place = torch.arange(p.shape[-1], device=self.device)
+        values = torch.where(place > here, -p / after.clamp(min=tiny), (place == here).to(p.dtype))
+        values = (own * (after / (own + after).clamp(min=tiny))).sqrt() * values
+        return torch.zeros_like(values).scatter(-1, classes, values)
 
     def _apply(self, vectors: Tensor) -> Tensor:
         scaled = self._p * vectors
@@ -151,18 +211,26 @@ class Dense(OutputFisher):
         self.positions, self.rank = matrices.shape[1], matrices.shape[-1]
         self.device = matrices.device
 
+    @cached_property
     def _root(self) -> Tensor:
         values, vectors = torch.linalg.eigh(self._matrices)
         return vectors * values.clamp(min=0).sqrt()[..., None, :]
 
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
-        return self._root()[:, position, :, column]
+        return self._root[:, position, :, column]
+
+    def _sizes(self) -> Tensor:
+        return torch.linalg.eigvalsh(self._matrices).clamp(min=0)
+
+    def _picked(self, position: Tensor, column: Tensor) -> Tensor:
+        example = torch.arange(self.shape[0], device=self.device).expand_as(position)
+        return self._root[example, position, :, column]
 
     def _apply(self, vectors: Tensor) -> Tensor:
         return torch.einsum("bpij,vbpj->vbpi", self._matrices, vectors)
 
     def _sketch(self, signs: Tensor) -> Tensor:
-        return torch.einsum("bpij,vbpj->vbpi", self._root(), signs)
+        return torch.einsum("bpij,vbpj->vbpi", self._root, signs)
 
     def _summed(self, weight: Tensor | None) -> Tensor:
         f = self._matrices
@@ -170,6 +238,11 @@ class Dense(OutputFisher):
 
     def _blocks(self) -> Tensor:
         return self._matrices
+
+
+def _after(values: Tensor) -> Tensor:
+    """Σ_{i>j} of the last axis, from its end: no difference is taken, so that what is left of almost 1 is exact."""
+    return F.pad(values[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
 
 
 def _block_diagonal(matrices: Tensor) -> Tensor:

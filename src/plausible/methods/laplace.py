@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.curvature.estimating import forecast, require
 from plausible.curvature.linearising import Linearisation
-from plausible.curvature.structures import (
-    CURVATURES,
-    STRUCTURES,
-    Curvature,
-    CurvatureName,
-    StructureName,
-    forecast,
-    require,
-)
+from plausible.curvature.structures import CURVATURES, STRUCTURES, Curvature, CurvatureName, StructureName
 from plausible.curvature.tuning import Tune
 from plausible.laplace_mode import Mode, check_deterministic, check_gaussian, polished, tunable_noise
 from plausible.methods.base import Method, Plan, Traits
@@ -61,7 +54,8 @@ class Laplace(Method):
     elements with the largest variance. `predictive` "linearised" is exact for the Gaussian over functions f(x; w*) + J(x)(w −
     w*); "probit" and "bridge" have class probabilities in closed form; "sampled" puts draws of the weights into the network.
     `tune` sets the precisions of a Gaussian prior by the evidence, and the learned noise of a Gaussian likelihood; `rounds`
-    times, training on in between, for `online` epochs of `mode` or by polishing.
+    times, training on in between, for `online` epochs of `mode` or by polishing. What is `negligible` of the outputs' information
+    is left out, at most this share (None: 100 roundings): a network that is sure of its examples is looked at in less time.
     """
 
     structure: StructureName = "kron"
@@ -76,6 +70,7 @@ class Laplace(Method):
     sharing: Literal["expand", "reduce"] = "expand"
     rank: int = 20
     chunk: int | None = None
+    negligible: float | None = None
 
     name: ClassVar[str] = "laplace"
     divisible: ClassVar[bool] = False
@@ -99,6 +94,10 @@ class Laplace(Method):
         for name, least in (("rounds", 1), ("online", 0), ("rank", 1), ("polish", 0), ("chunk", 1)):
             if getattr(self, name) is not None:
                 check_count(self, name, at_least=least)
+        if self.negligible is not None and not 0 <= self.negligible < 1:
+            raise ValueError(
+                f"Laplace: negligible must be at least 0 and below 1 (None: 100 roundings), got {self.negligible!r}"
+            )
         if isinstance(self.where, bool) or (isinstance(self.where, int) and self.where < 1):
             raise ValueError(
                 f"Laplace: where must be 'all', 'last', name patterns, or a number of weights of at least 1, got {self.where!r}"
