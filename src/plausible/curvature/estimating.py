@@ -38,7 +38,7 @@ WORKSPACE = 2**29
 ROWS = 2560
 """Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
 EXAMPLES = 256
-"""Examples of a chunk on a CPU; fewer where one alone fills the workspace."""
+"""Examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace."""
 HESSIAN_LIMIT = 20_000
 """Weights up to which the diagonal of a Hessian is read off its products."""
 
@@ -206,8 +206,9 @@ class _Pass:
         """How many examples with so many columns, and how many of the columns, are looked at together."""
         if count not in self._known:
             columns, device = count + (self.tally is not None), next(iter(self.at.weights.values())).device
-            together = min(columns, max(2, ROWS // (self.chunk or EXAMPLES))) if self.cached else columns
-            self._known[count] = self.chunk or choose_chunk(self.at, together, device, EXAMPLES), together
+            enough = max(EXAMPLES, min(2 * EXAMPLES, ROWS // columns)) if self.cached else EXAMPLES
+            together = min(columns, max(2, ROWS // (self.chunk or enough))) if self.cached else columns
+            self._known[count] = self.chunk or choose_chunk(self.at, together, device, enough), together
         return self._known[count]
 
 

@@ -235,7 +235,8 @@ def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) 
 
 def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Eigenvalues, not negative, and eigenvectors of this type, of symmetric matrices by their parts above the diagonal."""
-    values, vectors = torch.linalg.eigh(matrix.to(_wide(matrix)), UPLO="U")
+    fast = matrix.device.type == "cuda" and matrix.shape[-1] <= 1024  # where cuSOLVER is slower in single precision
+    values, vectors = torch.linalg.eigh(matrix.to(torch.float64 if fast else _wide(matrix)), UPLO="U")
     return values.clamp(min=0), flushed(vectors.to(dtype).contiguous())  # as they are when they are read from a file
 
 
