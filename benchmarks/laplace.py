@@ -249,7 +249,10 @@ def child(job: Job) -> None:
         mean, covariance = moments(problem(job)[1][:20])
         return {"mean": mean.tolist(), "covariance": covariance.tolist()}
 
-    serve(run, moments=listed)
+    def columns() -> dict[str, Any]:
+        return {"columns": run().diagnostics().get("columns")}
+
+    serve(run, moments=listed, columns=columns)
 
 
 @contextlib.contextmanager
@@ -282,6 +285,7 @@ def compete(contest: Contest, peer: str | None, rounds: int = 5, budget: float =
                 worker.turn(number)
             if number and time.perf_counter() - begun > budget:
                 break
+        columns = (running[0].ask("columns") or {}).get("columns") if own.task == "fit" else None
     mine, found = running[0], dict[str, dict[str, float]]()
     print(f"{contest.name}, {own.rows:,} {'points' if own.task == 'fit' else 'inputs'}")
     for job, worker in zip(jobs, running):
@@ -297,6 +301,9 @@ def compete(contest: Contest, peer: str | None, rounds: int = 5, budget: float =
                 f"   {found[job.who]['slower']:8.1f} × our time per row, {found[job.who]['larger']:6.1f} × our memory"
             )
         print(line, flush=True)
+    if columns is not None:
+        found[own.who]["columns"] = columns
+        print(f"  ours look at {columns:.1f} columns of the outputs' Fisher for each example")
     rated = [row for row in found.values() if "slower" in row]
     if rated:
         faster, smaller = (min(row[key] for row in rated) for key in ("slower", "larger"))

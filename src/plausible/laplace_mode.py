@@ -128,6 +128,8 @@ class Mode:
                 "prior, e.g. prior=priors.Gaussian(1.0)"
             )
         norms = [torch.linalg.vector_norm(gradient[n], dtype=widest(gradient[n].device)) for n in self.names]
+        if self.tally.columns is not None:
+            self.report["columns"] = self.tally.columns
         self.report["gradient_norm"] = float(torch.stack(norms).norm())
         self.report["distance"] = math.sqrt(max(square, 0.0) / self.curvature.chosen)
 

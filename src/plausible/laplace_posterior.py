@@ -283,7 +283,10 @@ class LaplacePosterior(FreshDraws):
         return {name: scale > 0 for name, scale in self.scales.items()}
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
-        """Also `gradient_norm` of the log joint at the mode, and `distance`: how far from it, in posterior deviations."""
+        """Also `gradient_norm` of the log joint at the mode, `distance`: how far from it, in posterior deviations, and `columns`.
+
+        These are the backward passes that an example took on average, where there is one for each column of the outputs' Fisher.
+        """
         return super().diagnostics(x) | self.report | {"effective": self.effective}
 
     @cached_property

@@ -175,6 +175,8 @@ class _Pass:
             together = self.sizes(own or portions.columns)[1]
             yield batch, self.at.slices(batch.x, partial(self.columns, batch, own), together)
         log.debug("%.1f of %d columns for each example", portions.used / data.num_data, portions.columns)
+        if self.tally is not None:
+            self.tally.columns = portions.used / data.num_data
 
     def final(self, data: Data) -> Iterator[tuple[Batch, None]]:
         """Chunks of examples of which the last layer's inputs are enough."""

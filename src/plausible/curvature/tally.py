@@ -22,6 +22,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.log_likelihood: Tensor | None = None
+        self.columns: float | None = None
+        """Columns of the outputs' Fisher that were looked at, on average over the examples."""
         self._sums: dict[Layer, Tensor] = {}
 
     @property
