@@ -323,3 +323,13 @@ def test_reduced_factors_of_a_table_have_the_trace_of_h() -> None:
         reduced, summed.square().sum() / 6
     )  # Σ_v (1/6)² over six rows, for the mean over examples
     assert float(reduced) != float(exact_trace)
+
+
+def test_precisions_that_differ_by_rounding_share_factors() -> None:
+    net = nn.Linear(3, 2)
+    data = as_data((torch.randn(8, 3), torch.randint(0, 2, (8,))), dtype=torch.float32, device=torch.device("cpu"))
+    model = Model.build(net, pl.likelihoods.Categorical(), pl.priors.Gaussian(), data.all(), num_data=8)
+    tau = torch.tensor(7.137166)
+    for other, blocks in ((torch.nextafter(tau, torch.tensor(9.0)), 1), (1.001 * tau, 2)):
+        precision = {"weight": tau, "bias": other}
+        assert len(estimate(model, dict(model.initial), data, structure="kron", precision=precision).blocks) == blocks

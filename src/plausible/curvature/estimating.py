@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plausible.curvature import losses
 from plausible.curvature.blocks import Block, Dense, Diagonal, flat, named
-from plausible.curvature.columns import Columns, Portions, default_negligible
+from plausible.curvature.columns import Choice, Columns, Portions
 from plausible.curvature.gram import keep_freed_memory
 from plausible.curvature.kronecker import Kronecker, Sharing
 from plausible.curvature.layers import Layer, Part
@@ -59,9 +59,14 @@ def plan(
             found.append((Dense if layer.size <= SMALL else Diagonal)([layer]))
             continue
         both = layer.biased and layer.weighted
-        equal = precision is None or not both or torch.equal(*(precision[name] for name in layer.names))
+        equal = precision is None or not both or _agree(*(precision[name] for name in layer.names))
         found += [Kronecker([own], sharing) for own in ([layer] if equal else apart(layer))]
     return found
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two precisions are the same number, up to the rounding of how they were had."""
+    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=0.0))
 
 
 def forecast(layers: Sequence[Layer], structure: str, rank: int = 0) -> int:
@@ -94,7 +99,7 @@ def estimate(
     sharing: Sharing = "expand",
     rank: int = 20,
     chunk: int | None = None,
-    negligible: float | None = None,
+    negligible: float = 0.0,
     progress: bool | None = False,
     seed: int = 0,
     chosen: Tensor | None = None,
@@ -102,10 +107,10 @@ def estimate(
 ) -> Curvature:
     """H of the random weights (or those in `names`) at `weights`, over all of the data.
 
-    `precision` are those of the prior: weights and biases of a layer share Kronecker factors where theirs agree. `chunk` examples
-    are looked at together; None chooses so many that matrix products are efficient, in at most half a GiB. The shortest columns of
-    roots of the outputs' Fisher are left out, up to the share `negligible` of its trace (None: 100 roundings; 0: none). `chosen`
-    are numbers of elements, in the order of the layers: the full matrix of these alone. `tally` is filled on the way, except by
+    `precision` are those of the prior: weights and biases of a layer share Kronecker factors where theirs agree. `chunk`
+    examples are looked at together; None chooses so many that matrix products are efficient, in at most half a GiB. Columns of
+    the outputs' Fisher that have at most the share `negligible` of what is known about any output are left out. `chosen` are
+    numbers of elements, in the order of the layers: the full matrix of these alone. `tally` is filled on the way, except by
     "lowrank" and by the Hessian, which do not look at the layers.
     """
     model = model.restricted([n for n in names or model.random if not n.startswith("likelihood.")])
@@ -160,7 +165,7 @@ class _Pass:
         self._known: dict[int, tuple[int, int]] = {}
 
     def __call__(
-        self, data: Data, first: Batch, negligible: float | None
+        self, data: Data, first: Batch, negligible: float
     ) -> Iterator[tuple[Batch, Iterator[tuple[Tensor, list[Part]]]]]:
         """Chunks and their slices; `first` is any batch."""
         if self.curvature == "empirical":
@@ -168,11 +173,9 @@ class _Pass:
             for batch in data.chunks(size):
                 yield batch, self.at.slices(batch.x, partial(self.gradients, batch), together)
             return
-        if negligible is None:
-            negligible = default_negligible(next(iter(self.at.weights.values())).dtype)
         portions = Portions(self.fisher, lambda columns: self.sizes(columns)[0], first, negligible)
         for batch, own in portions(data):
-            together = self.sizes(own or portions.columns)[1]
+            together = self.sizes(portions.columns if own is None else own.columns)[1]
             yield batch, self.at.slices(batch.x, partial(self.columns, batch, own), together)
         log.debug("%.1f of %d columns for each example", portions.used / data.num_data, portions.columns)
         if self.tally is not None:
@@ -188,9 +191,9 @@ class _Pass:
         outputs = self.at.outputs(batch.x) if outputs is None else outputs
         return losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
 
-    def columns(self, batch: Batch, count: int | None, outputs: Tensor) -> Columns:
+    def columns(self, batch: Batch, choice: Choice | None, outputs: Tensor) -> Columns:
         """S of a batch, SSᵀ = F, times √weight; that of a tally comes first."""
-        return Columns(self.fisher(batch, outputs), count, batch.weight, self.slope(batch, outputs))
+        return Columns(self.fisher(batch, outputs), choice, batch.weight, self.slope(batch, outputs))
 
     def gradients(self, batch: Batch, outputs: Tensor) -> Tensor:
         """The same for the gradient of the log-likelihood."""

@@ -38,12 +38,22 @@ class OutputFisher(ABC):
             values = here[:, None, :, None] * values[:, :, None, :]
         return values.reshape(len(of), *self.shape)
 
-    def sizes(self) -> Tensor:
-        """‖L[k, b]‖² of all columns of another root L, as uneven as it can easily be had: [B, K], which sums to tr F_b over k."""
-        return self._sizes().flatten(1)
+    def diagonal(self) -> Tensor:
+        """The diagonal of F_b: [B, P, C]."""
+        return self._diagonal()
 
-    def leading(self, columns: slice) -> Tensor:
-        """These of the columns of L, ordered for each example by their sizes, the largest first: [k, B, *O]."""
+    def shares(self, total: Tensor) -> Tensor:
+        """max_j L[k, b]_j²/total_j of all columns of another root L, as uneven as it can easily be had: [B, K], for totals [P, C].
+
+        With Σ_b diagonal() as the total: the share that a column has of what is known about any output, at most. Totals below
+        1e-19, whose squares are no normal numbers, stand for nothing.
+        """
+        return self._shares(1 / total.clamp(min=1e-19)).flatten(1)
+
+    def leading(self, columns: slice, total: Tensor) -> Tensor:
+        """These of the columns of L, ordered for each example by their shares, the largest first: [k, B, *O]."""
+        if self._order is None:
+            self._order = self.shares(total).argsort(1, descending=True).T.contiguous()
         order = self._order[columns]  # [k, B]
         position = order // self.rank
         values = self._picked(position, order % self.rank)  # [k, B, C]
@@ -53,9 +63,7 @@ class OutputFisher(ABC):
             values = whole.scatter(2, at, values[:, :, None])
         return values.reshape(len(order), *self.shape)
 
-    @cached_property
-    def _order(self) -> Tensor:
-        return self.sizes().argsort(1, descending=True).T.contiguous()
+    _order: Tensor | None = None
 
     def apply(self, vectors: Tensor) -> Tensor:
         """F_b v_b: [V, B, *O]."""
@@ -88,8 +96,11 @@ class OutputFisher(ABC):
         """These columns of the roots of these positions: [k, B, C]."""
 
     @abstractmethod
-    def _sizes(self) -> Tensor:
-        """[B, P, rank]."""
+    def _diagonal(self) -> Tensor: ...
+
+    @abstractmethod
+    def _shares(self, scale: Tensor) -> Tensor:
+        """[B, P, rank], for what the squares [P, C] are multiplied by."""
 
     @abstractmethod
     def _picked(self, position: Tensor, column: Tensor) -> Tensor:
@@ -121,8 +132,11 @@ class Elementwise(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
         return self._values.sqrt().T[position, :, None]
 
-    def _sizes(self) -> Tensor:
+    def _diagonal(self) -> Tensor:
         return self._values[..., None]
+
+    def _shares(self, scale: Tensor) -> Tensor:
+        return self._values[..., None] * scale
 
     def _picked(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
         return self._values.sqrt().T.gather(0, position)[..., None]
@@ -169,11 +183,16 @@ class Softmax(OutputFisher):
         p, classes = self._p.sort(-1, descending=True)
         return p, classes, _after(p)
 
-    def _sizes(self) -> Tensor:
-        p, _, q = self._falling
+    def _diagonal(self) -> Tensor:
+        return self._p - self._p.square()
+
+    def _shares(self, scale: Tensor) -> Tensor:
+        p, classes, q = self._falling
         tiny = torch.finfo(p.dtype).tiny
-        lengths = p * (q / (p + q).clamp(min=tiny)) * (1 + _after(p.square()) / q.square().clamp(min=tiny))
-        return lengths[..., :-1]
+        scale = scale.to(p).expand_as(self._p).gather(-1, classes)
+        others = F.pad((p.square() * scale)[..., 1:].flip(-1).cummax(-1).values.flip(-1), (0, 1))
+        largest = torch.maximum(scale, others / q.square().clamp(min=tiny))
+        return (p * (q / (p + q).clamp(min=tiny)) * largest)[..., :-1]
 
     def _picked(self, position: Tensor, column: Tensor) -> Tensor:
         example = torch.arange(self.shape[0], device=self.device).expand_as(position)
@@ -219,8 +238,11 @@ class Dense(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
         return self._root[:, position, :, column]
 
-    def _sizes(self) -> Tensor:
-        return torch.linalg.eigvalsh(self._matrices).clamp(min=0)
+    def _diagonal(self) -> Tensor:
+        return self._matrices.diagonal(dim1=-2, dim2=-1)
+
+    def _shares(self, scale: Tensor) -> Tensor:
+        return (self._root.square() * scale.to(self._root)[..., None]).amax(-2)
 
     def _picked(self, position: Tensor, column: Tensor) -> Tensor:
         example = torch.arange(self.shape[0], device=self.device).expand_as(position)

@@ -54,8 +54,8 @@ class Laplace(Method):
     elements with the largest variance. `predictive` "linearised" is exact for the Gaussian over functions f(x; w*) + J(x)(w −
     w*); "probit" and "bridge" have class probabilities in closed form; "sampled" puts draws of the weights into the network.
     `tune` sets the precisions of a Gaussian prior by the evidence, and the learned noise of a Gaussian likelihood; `rounds`
-    times, training on in between, for `online` epochs of `mode` or by polishing. What is `negligible` of the outputs' information
-    is left out, at most this share (None: 100 roundings): a network that is sure of its examples is looked at in less time.
+    times, training on in between, for `online` epochs of `mode` or by polishing. At most the share `negligible` of what
+    is known about any output may be left out of the curvature: a network that is sure of its examples then takes less time.
     """
 
     structure: StructureName = "kron"
@@ -70,7 +70,7 @@ class Laplace(Method):
     sharing: Literal["expand", "reduce"] = "expand"
     rank: int = 20
     chunk: int | None = None
-    negligible: float | None = None
+    negligible: float = 0.0
 
     name: ClassVar[str] = "laplace"
     divisible: ClassVar[bool] = False
@@ -94,10 +94,9 @@ class Laplace(Method):
         for name, least in (("rounds", 1), ("online", 0), ("rank", 1), ("polish", 0), ("chunk", 1)):
             if getattr(self, name) is not None:
                 check_count(self, name, at_least=least)
-        if self.negligible is not None and not 0 <= self.negligible < 1:
-            raise ValueError(
-                f"Laplace: negligible must be at least 0 and below 1 (None: 100 roundings), got {self.negligible!r}"
-            )
+        share = self.negligible
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"Laplace: negligible must be a number of at least 0 and below 1, got {share!r}")
         if isinstance(self.where, bool) or (isinstance(self.where, int) and self.where < 1):
             raise ValueError(
                 f"Laplace: where must be 'all', 'last', name patterns, or a number of weights of at least 1, got {self.where!r}"
