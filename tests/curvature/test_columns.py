@@ -84,6 +84,17 @@ def test_columns_are_made_by_slices(count: int | None, tallied: bool) -> None:
         torch.testing.assert_close(torch.cat(parts), expected)
 
 
+def test_columns_have_no_numbers_whose_squares_underflow() -> None:
+    """Products with them take a CPU many times as long."""
+    fisher = Softmax(torch.tensor([[0.0, -30.0, -60.0, -95.0]]).softmax(-1))
+    slope = torch.tensor([[1e-3, 1e-30, 0.0, -1e-42]])
+    for choice in (None, Choice(3, torch.ones(1, 4))):
+        found = Columns(fisher, choice, None, slope)[0:4]
+        assert found[0].tolist() == [[slope[0, 0].item(), 0.0, 0.0, 0.0]]
+        assert not ((found != 0) & (found.abs() < 1e-19)).any()
+        assert (found[1:] != 0).any()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Examples in an order
 
@@ -262,3 +273,21 @@ def test_the_share_must_be_one() -> None:
     model, at, data, _ = sure(10)
     with pytest.raises(ValueError, match="negligible must be at least 0 and below 1, got 2"):
         estimate(model, at, data, structure="diag", negligible=2)
+
+
+@pytest.mark.filterwarnings("ignore:the network is not at a mode")
+def test_laplace_hands_the_share_on_and_says_what_it_took() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(400, 4), torch.randint(0, 8, (400,))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    with torch.no_grad():
+        net[-1].weight.mul_(60)
+    found = [
+        pl.fit(net, (x, y), pl.Laplace(mode=None, negligible=share, chunk=16), progress=False) for share in (0.0, 1e-2)
+    ]
+    exact, spared = (posterior.diagnostics()["columns"] for posterior in found)
+    assert exact == 7
+    assert spared < 5.6
+    covariances = [posterior.moments(x[:50])[1] for posterior in found]
+    assert float((covariances[1] - covariances[0]).abs().max()) > 0
+    torch.testing.assert_close(covariances[1], covariances[0], rtol=0, atol=0.02 * float(covariances[0].max()))

@@ -38,10 +38,6 @@ class OutputFisher(ABC):
             values = here[:, None, :, None] * values[:, :, None, :]
         return values.reshape(len(of), *self.shape)
 
-    def diagonal(self) -> Tensor:
-        """The diagonal of F_b: [B, P, C]."""
-        return self._diagonal()
-
     def shares(self, total: Tensor) -> Tensor:
         """max_j L[k, b]_j²/total_j of all columns of another root L, as uneven as it can easily be had: [B, K], for totals [P, C].
 
@@ -96,7 +92,8 @@ class OutputFisher(ABC):
         """These columns of the roots of these positions: [k, B, C]."""
 
     @abstractmethod
-    def _diagonal(self) -> Tensor: ...
+    def diagonal(self) -> Tensor:
+        """The diagonal of F_b: [B, P, C]."""
 
     @abstractmethod
     def _shares(self, scale: Tensor) -> Tensor:
@@ -132,7 +129,8 @@ class Elementwise(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
         return self._values.sqrt().T[position, :, None]
 
-    def _diagonal(self) -> Tensor:
+    def diagonal(self) -> Tensor:
+        """The values."""
         return self._values[..., None]
 
     def _shares(self, scale: Tensor) -> Tensor:
@@ -183,7 +181,8 @@ class Softmax(OutputFisher):
         p, classes = self._p.sort(-1, descending=True)
         return p, classes, _after(p)
 
-    def _diagonal(self) -> Tensor:
+    def diagonal(self) -> Tensor:
+        """p(1 − p)."""
         return self._p - self._p.square()
 
     def _shares(self, scale: Tensor) -> Tensor:
@@ -238,7 +237,8 @@ class Dense(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
         return self._root[:, position, :, column]
 
-    def _diagonal(self) -> Tensor:
+    def diagonal(self) -> Tensor:
+        """Those of the matrices."""
         return self._matrices.diagonal(dim1=-2, dim2=-1)
 
     def _shares(self, scale: Tensor) -> Tensor:
