@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PLAUSIBLE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint bench reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plausible needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/plausible demo --out demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=10
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow
@@ -34,3 +34,6 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .mypy_cache
+
+reproduce: $(STAMP)
+	$(BIN)/python -m experiments $(NAME)

@@ -31,9 +31,7 @@ def steps(sizes: tuple[int, ...], rows: int, count: int, members: tuple[int, ...
     for name, values in times.items():
         many = int(name.split()[0]) if "stacked" in name else 1
         result[name] = ratio(times, name, "plain loop") / many
-        gain = (
-            f"{1 / result[name]:6.2f}× faster than {many} plain loops" if many > 1 else f"{result[name]:6.3f} × plain"
-        )
+        gain = f"{1 / result[name]:6.2f}× faster than {many} plain loops" if many > 1 else f"{result[name]:6.3f} × plain"
         print(f"  {name:14} {micro(values) / many:9.1f} µs per model-step   {gain}")
     return result
 

@@ -14,9 +14,7 @@ SIZES = (784, 400, 400, 10)
 
 def main(members: tuple[int, ...] = (8, 32, 128)) -> dict[str, float]:
     net, x, y = problem(SIZES, 60_000, "cuda")
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, MLP {'-'.join(map(str, SIZES))}, batch 128, Adam"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, MLP {'-'.join(map(str, SIZES))}, batch 128, Adam")
     times = interleave(
         {
             "plain loop": plain_loop(net, x, y, 200),

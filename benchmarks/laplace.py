@@ -60,14 +60,18 @@ def contests() -> list[Contest]:
         Contest("fit, Kronecker, all weights", fit, every, 3),
         Contest("fit, diagonal, all weights", replace(fit, structure="diag"), {**every, "curvlinops": 128}, 3),
         Contest("fit, Kronecker, all weights, trained", replace(fit, network="trained"), every, 3),
-        Contest("fit, diagonal, all weights, trained", replace(fit, structure="diag", network="trained"),
-                {"backpack": 10_000, "asdl": 10_000}, 3),
+        Contest(
+            "fit, diagonal, all weights, trained",
+            replace(fit, structure="diag", network="trained"),
+            {"backpack": 10_000, "asdl": 10_000},
+            3,
+        ),
         Contest("fit, Kronecker, last layer", replace(fit, **last), every, 1),
         Contest("fit, full, last layer", replace(fit, structure="full", **last), dict.fromkeys(PEERS, 1_000), 1),
         Contest("predict, Kronecker, all weights", predict, most, 50),
         Contest("predict, diagonal, all weights", replace(predict, structure="diag"), {"backpack": 50}, 50),
         Contest("predict, Kronecker, last layer", replace(predict, rows=1_000, **last), dict.fromkeys(most, 1_000), 1),
-    ]  # fmt: skip
+    ]
 
 
 # Candidates: a function that does the work once, and one that gives means and covariances of f(x) ------------------------
@@ -79,15 +83,11 @@ def ours(job: Job) -> Candidate:
     import plausible as pl
 
     net, x, y = problem(job)
-    method = pl.Laplace(
-        mode=None, structure=job.structure, where=job.where, predictive="probit", negligible=job.negligible
-    )
+    method = pl.Laplace(mode=None, structure=job.structure, where=job.where, predictive="probit", negligible=job.negligible)
     data = (x[: job.points], y[: job.points])
 
     def fit() -> Any:
-        return pl.fit(
-            net, data, method, likelihood=pl.likelihoods.Categorical(), prior=pl.priors.Gaussian(1.0), progress=False
-        )
+        return pl.fit(net, data, method, likelihood=pl.likelihoods.Categorical(), prior=pl.priors.Gaussian(1.0), progress=False)
 
     posterior = fit() if job.task == "predict" else None
 
@@ -113,9 +113,13 @@ def theirs(job: Job) -> Candidate:
 
     def fit() -> Any:
         found = laplace.Laplace(
-            net, "classification", subset_of_weights=subset, hessian_structure=job.structure, backend=backend,
+            net,
+            "classification",
+            subset_of_weights=subset,
+            hessian_structure=job.structure,
+            backend=backend,
             prior_precision=1.0,
-        )  # fmt: skip
+        )
         found.fit(loader)
         return found
 
@@ -189,9 +193,7 @@ def compete(contest: Contest, peer: str | None, rounds: int = 5, budget: float =
                 worker.turn(number)
             if number and time.perf_counter() - begun > budget:
                 break
-        columns = [
-            w.ask("columns") if j.who == "plausible" and j.task == "fit" else None for j, w in zip(jobs, running)
-        ]
+        columns = [w.ask("columns") if j.who == "plausible" and j.task == "fit" else None for j, w in zip(jobs, running)]
     mine, found = running[0], dict[str, dict[str, float]]()
     print(f"{contest.name}, {own.rows:,} {'points' if own.task == 'fit' else 'inputs'}")
     for job, worker, looked in zip(jobs, running, columns):
@@ -204,9 +206,7 @@ def compete(contest: Contest, peer: str | None, rounds: int = 5, budget: float =
         if worker is not mine and mine.times:
             ratio = worker.ratio(mine) * own.rows / job.rows
             found[name] |= {"slower": ratio, "larger": worker.bytes / mine.bytes}
-            line += (
-                f"   {ratio:8.{1 if ratio > 1 else 2}f} × our time per row, {found[name]['larger']:6.1f} × our memory"
-            )
+            line += f"   {ratio:8.{1 if ratio > 1 else 2}f} × our time per row, {found[name]['larger']:6.1f} × our memory"
         if looked and looked["columns"] is not None:
             found[name]["columns"] = looked["columns"]
             line += f"   {looked['columns']:.1f} columns for each example"
@@ -216,9 +216,11 @@ def compete(contest: Contest, peer: str | None, rounds: int = 5, budget: float =
         if rated and name.startswith("plausible"):
             faster = min(other.get("slower", math.nan) for other in rated) / row.get("slower", 1.0)
             smaller = min(other["MiB"] for other in rated) / row["MiB"]
-            print(f"  {name}: {faster:.1f} times faster than the fastest "
-                  f"(aim {contest.faster:g}: {verdict(faster >= contest.faster)}), "
-                  f"{smaller:.1f} times smaller than the smallest (aim 3: {verdict(smaller >= 3)})")  # fmt: skip
+            print(
+                f"  {name}: {faster:.1f} times faster than the fastest "
+                f"(aim {contest.faster:g}: {verdict(faster >= contest.faster)}), "
+                f"{smaller:.1f} times smaller than the smallest (aim 3: {verdict(smaller >= 3)})"
+            )
     return found
 
 
@@ -243,9 +245,7 @@ def agreement(peer: str, file: str | None) -> dict[str, float]:
         if not all(both):
             print(f"  {name}: not to be had")
             continue
-        (m, c), (n, d) = (
-            [torch.tensor(b[key], dtype=torch.float64) for key in ("mean", "covariance")] for b in both if b
-        )
+        (m, c), (n, d) = ([torch.tensor(b[key], dtype=torch.float64) for key in ("mean", "covariance")] for b in both if b)
         found[name] = float((d - c).abs().max() / c.abs().max())
         print(f"  {name}: {found[name]:.1e} (means differ by {float((n - m).abs().max()):.1e})", flush=True)
     return found
@@ -277,8 +277,11 @@ def cuda() -> dict[str, Any]:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     base = Job("plausible", "fit", "kron", "all", 10_000, 10_000, device="cuda")
     jobs = [replace(contest.job, device="cuda") for contest in contests()]
-    jobs += [replace(base, rows=256, points=256, network="resnet"), replace(base, where="last", network="classes"),
-             replace(base, task="predict", where="last", rows=1_000, network="classes")]  # fmt: skip
+    jobs += [
+        replace(base, rows=256, points=256, network="resnet"),
+        replace(base, where="last", network="classes"),
+        replace(base, task="predict", where="last", rows=1_000, network="classes"),
+    ]
     found = {}
     with trained(True) as file:
         for job in filter(None, (with_file(job, file) for job in jobs)):
@@ -300,7 +303,7 @@ def cuda() -> dict[str, Any]:
 
 def floor(rows: int = 256, points: int = 10_000, columns: int = 10) -> dict[str, float]:
     """Seconds of the matrix products alone that fits of 10,000 points need, by chunks of 256: what no bookkeeping can undercut."""
-    from plausible.curvature.gram import add_gram
+    from plausible.blocks.curvature.gram import add_gram
 
     x, h, slopes = torch.rand(rows, 784), torch.rand(rows, 400), torch.rand(rows * columns, 400)
     first, second = torch.rand(784, 400), torch.rand(400, 400)
@@ -354,9 +357,7 @@ def main() -> None:
         peer = peer_python()
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, MLP 784-400-400-10")
         if peer is None:
-            print(
-                "laplace-torch is absent, ours is measured alone: PLAUSIBLE_PEERS may name an interpreter that has it"
-            )
+            print("laplace-torch is absent, ours is measured alone: PLAUSIBLE_PEERS may name an interpreter that has it")
         part = words[0] if words else ""
         wanted = [contest for contest in contests() if part in contest.name]
         agrees = peer is not None and part in ("", "agreement")

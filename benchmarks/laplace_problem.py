@@ -37,9 +37,7 @@ class Residual(nn.Module):
         self.first, self.first_norm = nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
         self.second, self.second_norm = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
         changes = stride > 1 or into != out
-        self.around = (
-            nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if changes else None
-        )
+        self.around = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.second_norm(self.second(self.first_norm(self.first(x)).relu()))

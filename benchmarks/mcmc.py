@@ -73,10 +73,10 @@ def own_target(chains: int, form: str = "native") -> Any:
     from torch import nn
 
     import plausible as pl
-    from plausible.data import as_data
-    from plausible.sampling.compiled import CompiledTarget
-    from plausible.sampling.native import native_target
-    from plausible.sampling.target import ModelTarget
+    from plausible.blocks.chains.compiled import CompiledTarget
+    from plausible.blocks.chains.target import ModelTarget
+    from plausible.blocks.kernels.native import native_target
+    from plausible.core.data import as_data
 
     x, y, _ = map(torch.from_numpy, problem())
     data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
@@ -97,7 +97,7 @@ def own_leapfrogs(chains: int, form: str) -> Callable[[int], None]:
     import torch
 
     import plausible as pl
-    from plausible import random
+    from plausible.core import random
 
     method = pl.HMC(draws=1, chains=chains, warmup=0, leapfrogs=LENGTH, jitter=0.0, adapt=False, step_size=STEP)
     target, first = own_target(chains, form), torch.from_numpy(start(chains))
@@ -117,7 +117,7 @@ def own_sampler(name: str, chains: int, seed: int, **settings: Any) -> dict[str,
     import torch
 
     import plausible as pl
-    from plausible import random
+    from plausible.core import random
 
     begun = time.perf_counter()
     target = own_target(chains)
@@ -173,7 +173,7 @@ def sampled(job: Job) -> dict[str, Any]:
                 job.settings["draws"],
                 job.seed,
                 jit=True,
-            )  # fmt: skip
+            )
     else:
         settings = dict(job.settings)
         found = own_sampler(settings.pop("method"), job.chains, job.seed, **settings)
@@ -263,12 +263,7 @@ SAMPLERS: dict[str, list[Job]] = {
     "numpyro NUTS, 1 chain": [Job("numpyro", "sample", 1, settings={"warmup": 300, "draws": 300})],
     "ours, HMC, 4 chains": [Job("ours", "sample", 4, settings={"method": "HMC", "warmup": 400, "draws": 400})],
     "ours, HMC, low rank, 4 chains": [
-        Job(
-            "ours",
-            "sample",
-            4,
-            settings={"method": "HMC", "metric": "lowrank", "warmup": 400, "draws": 400, "leapfrogs": 75},
-        )
+        Job("ours", "sample", 4, settings={"method": "HMC", "metric": "lowrank", "warmup": 400, "draws": 400, "leapfrogs": 75})
     ],
     "ours, NUTS, 4 chains": [Job("ours", "sample", 4, settings={"method": "NUTS", "warmup": 300, "draws": 200})],
     "ours, ChEES, 8 chains": [Job("ours", "sample", 8, settings={"method": "ChEES", "warmup": 400, "draws": 200})],
@@ -286,7 +281,7 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
     """Effective draws of f(x) per second at 50 inputs, the median and the worst, with warm-up and without."""
     import torch
 
-    from plausible import diagnostics
+    from plausible.blocks.chains import convergence as diagnostics
 
     watched, found, draws = problem()[2], dict[str, Any](), dict[str, torch.Tensor]()
     like = ""
@@ -311,12 +306,20 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
             size, rhat = diagnostics.ess(f), float(diagnostics.rhat(f).max())
             steps = sum(t["leapfrogs"] for t in told)
             row = {
-                "draws": f.shape[0] * f.shape[1], "per second": float(size.median()) / seconds,
-                "worst": float(size.min()) / seconds, "per processor second": float(size.median()) / sum(t["cpu"] for t in told),
-                "with warm-up": float(size.median()) / (seconds + warm), "per 1000 leapfrogs": 1e3 * float(size.median()) / steps,
-                "µs": 1e6 * seconds / steps, "rhat": rhat, "compile": max(t["compile"] for t in told), "seconds": seconds,
-                "warm-up": warm, "step_size": told[0].get("step_size", float("nan")), "leapfrogs": steps / f.shape[0] / f.shape[1],
-            }  # fmt: skip
+                "draws": f.shape[0] * f.shape[1],
+                "per second": float(size.median()) / seconds,
+                "worst": float(size.min()) / seconds,
+                "per processor second": float(size.median()) / sum(t["cpu"] for t in told),
+                "with warm-up": float(size.median()) / (seconds + warm),
+                "per 1000 leapfrogs": 1e3 * float(size.median()) / steps,
+                "µs": 1e6 * seconds / steps,
+                "rhat": rhat,
+                "compile": max(t["compile"] for t in told),
+                "seconds": seconds,
+                "warm-up": warm,
+                "step_size": told[0].get("step_size", float("nan")),
+                "leapfrogs": steps / f.shape[0] / f.shape[1],
+            }
             found[name], draws[name] = row, f
             print(
                 f"  {name:40} {row['per second']:8.2f} effective draws a second ({row['per processor second']:.2f} a processor's "
@@ -341,7 +344,7 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
 
 def _agree(draws: dict[str, Any]) -> None:
     """Differences between means of f(x) of two samplers in their Monte Carlo standard errors; the largest of 50 is some 2.5."""
-    from plausible import diagnostics
+    from plausible.blocks.chains import convergence as diagnostics
 
     def moments(f: Any) -> tuple[Any, Any]:
         return f.mean((0, 1)), f.flatten(0, 1).var(0) / diagnostics.ess(f)
@@ -351,9 +354,7 @@ def _agree(draws: dict[str, Any]) -> None:
         (one, first), (two, second) = moments(draws[names[0]]), moments(draws[name])
         z = (one - two) / (first + second).sqrt()
         largest, usual = float(z.abs().max()), float(z.square().mean().sqrt())
-        print(
-            f"  means of f(x), {name} less {names[0]}: at most {largest:.1f} standard errors, root mean square {usual:.2f}"
-        )
+        print(f"  means of f(x), {name} less {names[0]}: at most {largest:.1f} standard errors, root mean square {usual:.2f}")
 
 
 def main() -> None:

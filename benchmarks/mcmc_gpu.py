@@ -13,11 +13,11 @@ from torch import nn
 import plausible as pl
 from benchmarks.mcmc_problem import HIDDEN, INPUTS, NOISE, ROWS, problem
 from benchmarks.timing import interleave, micro
-from plausible import diagnostics
-from plausible.data import as_data
-from plausible.sampling.compiled import CapturedTarget
-from plausible.sampling.fused import fused_target
-from plausible.sampling.target import ModelTarget, Point
+from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains.compiled import CapturedTarget
+from plausible.blocks.chains.target import ModelTarget, Point
+from plausible.blocks.kernels.fused import fused_target
+from plausible.core.data import as_data
 
 
 def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int = 300) -> dict[str, float]:
@@ -40,9 +40,7 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
         point = Point(q, torch.randn_like(q), *eager.evaluate(q))
         step, mass = torch.full((count,), 1e-3, device="cuda"), torch.ones(eager.size, device="cuda")
 
-        def path(
-            target: ModelTarget, point: Point = point, step: torch.Tensor = step, mass: torch.Tensor = mass
-        ) -> int:
+        def path(target: ModelTarget, point: Point = point, step: torch.Tensor = step, mass: torch.Tensor = mass) -> int:
             with torch.no_grad():
                 target.leapfrogs(point, step, mass, leapfrogs)
             return leapfrogs
@@ -54,9 +52,7 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
             each = micro(values)
             result[f"{name}, {count} chains, µs per leapfrog"] = each
             speed = 1e6 * count / each
-            print(
-                f"  {count:5} chains, {name:22} {each:9.1f} µs per leapfrog, {speed:14,.0f} chain-leapfrogs per second"
-            )
+            print(f"  {count:5} chains, {name:22} {each:9.1f} µs per leapfrog, {speed:14,.0f} chain-leapfrogs per second")
     for method in (
         pl.HMC(draws=draws, chains=chains, warmup=warmup, leapfrogs=200),
         pl.ChEES(draws=draws, chains=chains, warmup=warmup),
@@ -72,9 +68,11 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
         work = float(more.statistics["leapfrogs"][:, -draws:].sum())
         name = type(method).__name__
         result |= {
-            f"{name}, effective draws per second": float(size.median()) / seconds, f"{name}, leapfrogs per second": work / seconds,
-            f"{name}, worst R̂ of f": float(mixed.max()), f"{name}, seconds with warm-up": first,
-        }  # fmt: skip
+            f"{name}, effective draws per second": float(size.median()) / seconds,
+            f"{name}, leapfrogs per second": work / seconds,
+            f"{name}, worst R̂ of f": float(mixed.max()),
+            f"{name}, seconds with warm-up": first,
+        }
         print(
             f"  {name}: {float(size.median()) / seconds:,.0f} effective draws of f(x) per second (worst input "
             f"{float(size.min()) / seconds:,.0f}), {work / seconds:,.0f} leapfrogs per second, R̂ {float(mixed.max()):.3f}; "

@@ -67,9 +67,12 @@ def numpyro_leapfrogs(chains: int) -> Callable[[int], None]:
 
     density, first = jax_density(), jnp.asarray(start(chains))
     kernel = HMC(
-        potential_fn=lambda q: -density(q), step_size=STEP, trajectory_length=STEP * LENGTH,
-        adapt_step_size=False, adapt_mass_matrix=False,
-    )  # fmt: skip
+        potential_fn=lambda q: -density(q),
+        step_size=STEP,
+        trajectory_length=STEP * LENGTH,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
+    )
     keys = jax.random.split(jax.random.PRNGKey(0), chains)
     state = kernel.init(keys if chains > 1 else keys[0], 0, first if chains > 1 else first[0], (), {})
     step = lambda s: kernel.sample(s, (), {})  # noqa: E731  vmapped by `init` where it got several keys
@@ -113,8 +116,15 @@ def _chain(step: Callable[[Any], Any], state: Any, warmup: int, draws: int) -> d
         used.append(time.process_time() - worked)
     array = np.stack(positions)  # [draws, 601] or [draws, chains, 601]
     array = array[None] if array.ndim == 2 else array.swapaxes(0, 1)
-    return {"warmup": seconds[0], "seconds": seconds[1], "warmup_leapfrogs": counts[0], "leapfrogs": counts[1], "cpu": used[1],
-            "positions": array, "state": state}  # fmt: skip
+    return {
+        "warmup": seconds[0],
+        "seconds": seconds[1],
+        "warmup_leapfrogs": counts[0],
+        "leapfrogs": counts[1],
+        "cpu": used[1],
+        "positions": array,
+        "state": state,
+    }
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
@@ -167,9 +177,7 @@ def handwritten_leapfrogs(chains: int) -> Callable[[int], None]:
                 reached = density(new[0])
                 change = reached - value + 0.5 * (drawn.square() - new[1].square()).sum(-1)
                 accept = torch.rand(shape).log() < change
-                position, slope = (
-                    torch.where(accept.unsqueeze(-1), a, b) for a, b in ((new[0], position), (new[2], slope))
-                )
+                position, slope = (torch.where(accept.unsqueeze(-1), a, b) for a, b in ((new[0], position), (new[2], slope)))
                 value = torch.where(accept, reached, value)
 
     return run
@@ -183,9 +191,7 @@ def hamiltorch_leapfrogs(chains: int) -> Callable[[int], None]:
     density, first = torch_density(), torch.from_numpy(start(chains))[0]
 
     def run(count: int) -> None:
-        hamiltorch.sample(
-            density, first.clone(), num_samples=count, step_size=STEP, num_steps_per_sample=LENGTH, verbose=False
-        )
+        hamiltorch.sample(density, first.clone(), num_samples=count, step_size=STEP, num_steps_per_sample=LENGTH, verbose=False)
 
     return run
 
@@ -199,9 +205,14 @@ def pyro_leapfrogs(chains: int, jit: bool = False) -> Callable[[int], None]:
     density, first = torch_density(), torch.from_numpy(start(chains))[0]
     pyro.enable_validation(False)
     kernel = HMC(
-        potential_fn=lambda p: -density(p["q"]), step_size=STEP, num_steps=LENGTH, adapt_step_size=False,
-        adapt_mass_matrix=False, jit_compile=jit, ignore_jit_warnings=True,
-    )  # fmt: skip
+        potential_fn=lambda p: -density(p["q"]),
+        step_size=STEP,
+        num_steps=LENGTH,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
+        jit_compile=jit,
+        ignore_jit_warnings=True,
+    )
     kernel.initial_params = {"q": first}
     kernel.setup(0)
     held = {"q": first}
@@ -213,9 +224,7 @@ def pyro_leapfrogs(chains: int, jit: bool = False) -> Callable[[int], None]:
     return run
 
 
-def pyro_nuts(
-    step_size: float, inverse_mass: Any, first: Any, draws: int, seed: int, jit: bool = False
-) -> dict[str, Any]:
+def pyro_nuts(step_size: float, inverse_mass: Any, first: Any, draws: int, seed: int, jit: bool = False) -> dict[str, Any]:
     """`pyro.infer.NUTS` from a draw of the posterior, with the step size and the masses that another NUTS arrived at."""
     import pyro
     import torch
@@ -230,8 +239,14 @@ def pyro_nuts(
         leapfrogs[0] += 1
         return -density(p["q"])
 
-    kernel = NUTS(potential_fn=potential, step_size=step_size, adapt_step_size=False, adapt_mass_matrix=False,
-                  jit_compile=jit, ignore_jit_warnings=True)  # fmt: skip
+    kernel = NUTS(
+        potential_fn=potential,
+        step_size=step_size,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
+        jit_compile=jit,
+        ignore_jit_warnings=True,
+    )
     held = {"q": torch.as_tensor(first, dtype=torch.float32)}
     kernel.initial_params = held
     kernel.setup(0)
@@ -242,10 +257,14 @@ def pyro_nuts(
         held = kernel.sample(held)
         positions.append(held["q"].numpy().copy())
     return {
-        "compile": 0.0, "warmup": 0.0, "warmup_leapfrogs": 0, "seconds": time.perf_counter() - begun,
-        "cpu": time.process_time() - worked, "leapfrogs": np.nan if jit else leapfrogs[0],  # a traced potential counts nothing
+        "compile": 0.0,
+        "warmup": 0.0,
+        "warmup_leapfrogs": 0,
+        "seconds": time.perf_counter() - begun,
+        "cpu": time.process_time() - worked,
+        "leapfrogs": np.nan if jit else leapfrogs[0],  # a traced potential counts nothing
         "positions": np.stack(positions)[None],
-    }  # fmt: skip
+    }
 
 
 LEAPFROGS: dict[str, Callable[[int], Callable[[int], None]]] = {

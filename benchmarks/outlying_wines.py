@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plausible import compare, datasets
-from plausible.compare import protocol
+from plausible.apps.compare import protocol
 
 
 def main(split: int = 10) -> None:
@@ -17,9 +17,7 @@ def main(split: int = 10) -> None:
     predictive = standard.restore(posterior.predict(standard.test[0]))
     density = predictive.log_prob(raw.test[1])
     values, order = density.sort()
-    print(
-        f"wine, split {split}: mean log-likelihood {density.mean():.2f}, without the two worst rows {values[2:].mean():.2f}"
-    )
+    print(f"wine, split {split}: mean log-likelihood {density.mean():.2f}, without the two worst rows {values[2:].mean():.2f}")
     print("the worst rows:", ", ".join(f"{v:.1f}" for v in values[:4]))
     worst = int(order[0])
     x, largest = standard.test[0][worst], standard.train[0].abs().amax(0)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible import random
-from plausible.data import as_data
+from plausible.core import random
+from plausible.core.data import as_data
 from plausible.engine.policy import Mode
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, make

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import torch
 
 
-def interleave(
-    candidates: dict[str, Callable[[], int]], rounds: int = 11, budget: float = 60.0
-) -> dict[str, list[float]]:
+def interleave(candidates: dict[str, Callable[[], int]], rounds: int = 11, budget: float = 60.0) -> dict[str, list[float]]:
     """Run the candidates in turn; each returns how many steps it did. Seconds per step, one entry a round."""
     cuda = torch.cuda.is_available()
     for run in candidates.values():

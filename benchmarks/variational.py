@@ -60,9 +60,7 @@ def gpu(members: tuple[int, ...] = (8, 32, 128)) -> dict[str, float]:
     times = interleave(candidates)
     for name, values in times.items():
         result[name] = micro(values)
-        print(
-            f"  {name:28} {result[name]:9.1f} µs a step   {ratio(times, name, 'plain loop'):6.3f} × plain", flush=True
-        )
+        print(f"  {name:28} {result[name]:9.1f} µs a step   {ratio(times, name, 'plain loop'):6.3f} × plain", flush=True)
     for estimator, prior in (("weights", None), ("weights", MIXTURE), ("local", None)):
         for count in members:
             if count < max(members) and (prior is not None or estimator == "local"):

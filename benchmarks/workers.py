@@ -69,9 +69,14 @@ class Worker:
         self.limit, self.times, self.used, self.bytes = limit, dict[int, float](), dict[int, float](), 0
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         self.process: subprocess.Popen[str] | None = subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            words,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
-        )  # fmt: skip
+        )
         self.ready = self._answer() is not None
 
     def ask(self, word: str) -> dict[str, Any] | None:

@@ -67,8 +67,7 @@ def main(quick: bool = False) -> None:
     for i in worst.tolist():
         best = pred.probs[i].topk(2)
         captions.append(
-            f"is {y_test[i]}; "
-            + ", ".join(f"{c}: {p:.0%}" for c, p in zip(best.indices.tolist(), best.values.tolist()))
+            f"is {y_test[i]}; " + ", ".join(f"{c}: {p:.0%}" for c, p in zip(best.indices.tolist(), best.values.tolist()))
         )
     print("\nleast certain: the true digit; the two most probable ones")
     for i, caption in list(zip(worst.tolist(), captions))[:2]:

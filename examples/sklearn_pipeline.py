@@ -47,9 +47,7 @@ def main(quick: bool = False) -> None:
     print(f"\nheld out: R² {best.score(X_test, y_test):.2f}, log density {log_score(best, X_test, y_test):.3f}")
     for level in (0.5, 0.9):
         low, high = best[-1].predict_interval(best[:-1].transform(X_test), level)
-        print(
-            f"intervals of {level:.0%} hold {np.mean((low <= y_test) & (y_test <= high)):.0%} of the held-out targets"
-        )
+        print(f"intervals of {level:.0%} hold {np.mean((low <= y_test) & (y_test <= high)):.0%} of the held-out targets")
     for row in np.argsort(std)[[0, -1]]:
         print(f"patient {y_test.index[row]}: {mean[row]:.0f} ± {std[row]:.0f}, observed {y_test.iloc[row]:.0f}")
 

@@ -57,9 +57,7 @@ def main(quick: bool = False) -> None:
             f"{name:20}{float(quantity.mean()):8.1f}{float(expected[name]):10.2f}{float(earned[name].mean()):9.2f}"
             f"{float(gap.mean()):+12.2f}{error:8.2f}{float((y_new > quantity).double().mean()):10.1%}"
         )
-    print(
-        f"the newsvendor bakes the {(PRICE - COST) / PRICE:.0%} quantile of demand: it should sell out on one day in four"
-    )
+    print(f"the newsvendor bakes the {(PRICE - COST) / PRICE:.0%} quantile of demand: it should sell out on one day in four")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import plausible as pl
-from plausible import random, testing
-from plausible.methods.base import Method, Plan, Traits, registry
-from plausible.posterior import DrawsPosterior
-from plausible.weights import Weights, clone
+from plausible import testing
+from plausible.core import random
+from plausible.core.weights import Weights, clone
+from plausible.engine.method import Method, Plan, Traits, registry
+from plausible.posteriors.base import DrawsPosterior
 
 METHODS = {name: cls.conforming() for name, cls in registry.items()}
 METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=2500), members=2)
@@ -66,11 +67,7 @@ class Walk(Method):
 
     def start(self, model: pl.Model, key: Tensor) -> WalkState:
         return WalkState(
-            clone(model.initial),
-            clone(model.buffers),
-            torch.tensor(-torch.inf),
-            key,
-            torch.zeros((), dtype=torch.int64),
+            clone(model.initial), clone(model.buffers), torch.tensor(-torch.inf), key, torch.zeros((), dtype=torch.int64)
         )
 
     def step(self, model: pl.Model, state: WalkState, batch: pl.Batch) -> tuple[WalkState, dict[str, Tensor]]:

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 import plausible as pl
-from plausible import random, testing
-from plausible.data import as_data
+from plausible import testing
+from plausible.core import random
+from plausible.core.data import as_data
+from plausible.core.schedules import Cosine
+from plausible.core.weights import clone, tensors
+from plausible.engine.method import registry
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Eager
-from plausible.methods.base import registry
-from plausible.schedules import Cosine
 from plausible.testing import LinearGaussian
-from plausible.weights import clone, tensors
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -37,9 +38,7 @@ def test_captured_steps_equal_eager_steps(compiled: bool, members: int | None, b
     net, x, y = problem()
     device = torch.device("cuda")
     data = as_data((x, y), dtype=torch.float32, device=device)
-    model = pl.Model.build(
-        net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device
-    )
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device)
     single = pl.MAP(epochs=50, batch_size=batch_size, lr=pl.schedules.Cosine(1e-2))
     method = single if members is None else pl.Ensemble(single, members=members)
     plan = method.plan(300)
@@ -111,9 +110,7 @@ def test_mixed_precision_and_moving() -> None:
 @pytest.mark.parametrize("compiled", ["auto", True], ids=["captured", "compiled"])
 def test_mean_field_reaches_its_optimum_on_the_gpu(estimator: str, compiled: Any) -> None:
     problem = LinearGaussian()
-    method = pl.MeanField(
-        epochs=800, batch_size=None, lr=Cosine(0.05), samples=4, estimator=estimator, initial_scale=0.1
-    )  # type: ignore[arg-type]
+    method = pl.MeanField(epochs=800, batch_size=None, lr=Cosine(0.05), samples=4, estimator=estimator, initial_scale=0.1)  # type: ignore[arg-type]
     posterior = problem.fit(method, device="cuda", compile=compiled)
     assert "captured" in posterior.run["mode"]
     mean, covariance = problem.posterior()
@@ -135,10 +132,17 @@ def test_more_draws_begin_with_the_same_ones_on_the_gpu() -> None:
 def test_a_sweep_runs_as_one_captured_program() -> None:
     x, y, _ = (part.float() for part in LinearGaussian().data())
     found = pl.sweep(
-        LinearGaussian().network(), (x, y), pl.MeanField(epochs=300, batch_size=None),
-        {"lr": [0.02, 0.01], "prior.scale": [0.5, 1.5]}, (x, y), likelihood=pl.likelihoods.Gaussian(scale=0.5),
-        device="cuda", compile=True, precision="tf32", progress=False,
-    )  # fmt: skip
+        LinearGaussian().network(),
+        (x, y),
+        pl.MeanField(epochs=300, batch_size=None),
+        {"lr": [0.02, 0.01], "prior.scale": [0.5, 1.5]},
+        (x, y),
+        likelihood=pl.likelihoods.Gaussian(scale=0.5),
+        device="cuda",
+        compile=True,
+        precision="tf32",
+        progress=False,
+    )
     assert [group["mode"] for group in found.groups] == ["compiled+captured"]
     assert all(row["scores"]["rmse"] < 0.7 for row in found.rows)
 
@@ -169,7 +173,7 @@ def test_curvature_is_the_same_on_the_gpu(structure: Any, network: str) -> None:
         "attention": lambda: nn.Sequential(
             nn.Unflatten(1, (3, 4)), nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Flatten(), nn.Linear(12, 3)
         ),
-    }  # fmt: skip
+    }
     net, x, y = nets[network](), torch.randn(40, 12), torch.arange(40) % 3
     method = pl.Laplace(mode=None, structure=structure, rank=5)
     with warnings.catch_warnings():
@@ -182,9 +186,7 @@ def test_curvature_is_the_same_on_the_gpu(structure: Any, network: str) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "method", [pl.MAP(epochs=300), pl.MeanField(epochs=300), pl.HMC(draws=20, warmup=20, chains=2)]
-)
+@pytest.mark.parametrize("method", [pl.MAP(epochs=300), pl.MeanField(epochs=300), pl.HMC(draws=20, warmup=20, chains=2)])
 def test_recurrent_nets_have_gradients_on_the_gpu(method: Any, dropout: float) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(_Last(nn.LSTM(4, 5, num_layers=2, dropout=dropout, batch_first=True)), nn.Linear(5, 1))

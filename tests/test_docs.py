@@ -24,8 +24,9 @@ import typer
 from typer.testing import CliRunner
 
 import plausible as pl
-from plausible import methods, optimisers, schedules, serialise
-from plausible.cli import app
+from plausible import methods, optimisers, schedules
+from plausible.apps.cli import app
+from plausible.core import serialise
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -82,7 +83,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons as the pages write them, without the hours of fitting: every cell has the same scores."""
-    from plausible.compare import preset_text, runner
+    from plausible.apps.compare import preset_text, runner
 
     if not (Path(os.environ.get("PLAUSIBLE_DATA") or "nowhere") / "uci").is_dir():
         pytest.skip("PLAUSIBLE_DATA has no folder uci")
@@ -238,9 +239,7 @@ def test_arguments_of_fit_are_listed_with_their_defaults() -> None:
     known = inspect.signature(pl.fit).parameters
     assert list(stated) == list(known)
     for key, parameter in known.items():
-        assert stated[key] == (
-            "" if parameter.default is parameter.empty else repr(parameter.default).replace("'", '"')
-        )
+        assert stated[key] == ("" if parameter.default is parameter.empty else repr(parameter.default).replace("'", '"'))
 
 
 def test_readme_tables_of_posterior_and_predictive_name_what_there_is() -> None:

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
 from plausible import likelihoods, priors
-from plausible.data import Batch
+from plausible.core.data import Batch
+from plausible.core.schedules import Cosine
 from plausible.engine import Checkpoint
 from plausible.fitting import choose_device, continuing
-from plausible.schedules import Cosine
 
 N = 24
 NAN = float("nan")
@@ -241,10 +241,7 @@ def test_masked_targets_in_a_run(kind: str) -> None:
     if kind == "loader":
         data = DataLoader(TensorDataset(X, hidden), batch_size=N)
         method = pl.MAP(epochs=400, lr=Cosine(0.1))
-    settings: dict[str, Any] = {
-        "likelihood": likelihoods.Gaussian(0.5),
-        "mask": mask.numpy() if kind == "boolean" else "nan",
-    }
+    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5), "mask": mask.numpy() if kind == "boolean" else "nan"}
     found = fit(bare(2), data, method, **settings).weights()["weight"][0]
     for k in range(2):
         expected = ridge(X, y[:, k : k + 1], mask[:, k].float())
@@ -537,13 +534,7 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
         (Y, 1, {"likelihood": likelihoods.Poisson()}, ValueError, "counts must be integers"),
         (nn.functional.one_hot(CLASSES), 3, {}, ValueError, r"y\.argmax\(-1\)"),
         (Y, 1, {"likelihood": likelihoods.Gaussian}, TypeError, r"write Gaussian\(\)"),
-        (
-            Y,
-            1,
-            {"likelihood": "gaussian"},
-            TypeError,
-            "likelihood must be one of plausible.likelihoods, got 'gaussian'",
-        ),
+        (Y, 1, {"likelihood": "gaussian"}, TypeError, "likelihood must be one of plausible.likelihoods, got 'gaussian'"),
         (Y, 1, {"prior": 1.0}, TypeError, r"did you mean Gaussian\(scale=1\.0\)\?"),
         (Y, 1, {"prior": {"bias": priors.Gaussian()}}, ValueError, "no prior for the weight 'weight'"),
         (Y, 1, {"where": "head.*"}, ValueError, "matches no weight; the names are weight, bias, likelihood.log_scale"),
@@ -556,9 +547,7 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
         (Y, 1, {"mask": "inf"}, ValueError, "mask must be"),
     ],
 )
-def test_bad_settings_are_refused(
-    y: Any, outputs: int, settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_settings_are_refused(y: Any, outputs: int, settings: dict[str, Any], error: type[Exception], message: str) -> None:
     network = linear(outputs=outputs)
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(error, match=message):

@@ -1,5 +1,5 @@
 """`python -m plausible` is the command line."""
 
-from plausible.cli import main
+from plausible.apps.cli import main
 
 main()

@@ -15,17 +15,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plausible import engine, random, serialise
-from plausible.data import ArrayData, Batch, Data, as_data, select_rows
+from plausible import engine
+from plausible.core import random, serialise
+from plausible.core.data import ArrayData, Batch, Data, as_data, select_rows
+from plausible.core.likelihoods import Likelihood, infer
+from plausible.core.model import Model
+from plausible.core.networks import Where, check_network
+from plausible.core.priors import Prior, as_prior
 from plausible.engine import Checkpoint, DivergenceError, Options, ranks
-from plausible.likelihoods import Likelihood, infer
-from plausible.methods import Method, create
-from plausible.model import Model
-from plausible.networks import Where, check_network
-from plausible.posterior import Posterior
-from plausible.priors import Prior, as_prior
+from plausible.engine.method import Method
+from plausible.methods import create
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.saving import load
 
 log = logging.getLogger("plausible")
+
+__all__ = ["fit", "load"]
 
 
 def fit(
@@ -95,10 +100,14 @@ def fit(
             if team.size > 1:
                 model = team.agree(model, _identity(method, model, prepared, seed))
             options = Options(
-                seed=seed, compile=compile, progress=progress, callbacks=tuple(callbacks),
-                checkpoint=_as_checkpoint(checkpoint), team=team,
+                seed=seed,
+                compile=compile,
+                progress=progress,
+                callbacks=tuple(callbacks),
+                checkpoint=_as_checkpoint(checkpoint),
+                team=team,
                 identity=_identity(method, model, prepared, seed, precision) if checkpoint is not None else {},
-            )  # fmt: skip
+            )
             try:
                 if precision == "tf32" and target.type != "cuda":
                     log.info("precision='tf32' has no effect on %s", target.type)
@@ -186,9 +195,7 @@ def _prepare(
     example = _example(prepared)
     if isinstance(network, Model):
         if any(v is not None for v in (likelihood, prior, where, output, precision)):
-            raise ValueError(
-                "a Model brings its own likelihood, prior, where, output and precision: leave those arguments out"
-            )
+            raise ValueError("a Model brings its own likelihood, prior, where, output and precision: leave those arguments out")
         model = network.to(device)
         if model.num_data != prepared.num_data:
             raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
@@ -198,16 +205,22 @@ def _prepare(
         if likelihood is None:
             likelihood = infer(example.y)
             log.info(
-                "likelihood: %s, inferred from targets of type %s",
-                likelihood,
-                str(example.y.dtype).removeprefix("torch."),
+                "likelihood: %s, inferred from targets of type %s", likelihood, str(example.y.dtype).removeprefix("torch.")
             )
         if prior is None:
             log.info("prior: Gaussian(scale=1.0) on every weight, the default")
         model = Model.build(
-            network, likelihood, as_prior(prior), example, num_data=prepared.num_data, where=where, output=output,
-            device=device, precision=_as_precision(precision, method), check_targets=not isinstance(prepared, ArrayData),
-        )  # fmt: skip
+            network,
+            likelihood,
+            as_prior(prior),
+            example,
+            num_data=prepared.num_data,
+            where=where,
+            output=output,
+            device=device,
+            precision=_as_precision(precision, method),
+            check_targets=not isinstance(prepared, ArrayData),
+        )
     if isinstance(prepared, ArrayData):
         batch = prepared.batch
         shape = torch.Size((prepared.num_data, *model.output_shape))
@@ -233,9 +246,7 @@ def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
     if precision not in ("bfloat16", "tf32"):
         raise ValueError(f"precision must be None, 'float32', 'tf32' or 'bfloat16', got {precision!r}")
     if not method.traits.mixed_precision:
-        raise ValueError(
-            f"{type(method).__name__} needs full precision: its energies or solves would be wrong in {precision}"
-        )
+        raise ValueError(f"{type(method).__name__} needs full precision: its energies or solves would be wrong in {precision}")
     return torch.bfloat16 if precision == "bfloat16" else None
 
 
@@ -269,7 +280,7 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
     """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
-    from plausible.posterior import DrawsPosterior
+    from plausible.posteriors.base import DrawsPosterior
 
     if isinstance(earlier, DrawsPosterior):
         total = len(earlier.store)
@@ -301,14 +312,7 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
 
 
 def continue_chains(
-    earlier: Any,
-    method: Any,
-    data: Any,
-    *,
-    mask: Any = None,
-    progress: bool | None,
-    checkpoint: Any,
-    callbacks: Sequence[Any],
+    earlier: Any, method: Any, data: Any, *, mask: Any = None, progress: bool | None, checkpoint: Any, callbacks: Sequence[Any]
 ) -> Any:
     """Run chains on from the state that an earlier run left; `data` None takes those that it was fitted to, if they are there."""
     model: Model = earlier.model
@@ -316,25 +320,29 @@ def continue_chains(
         raise ValueError(
             "this posterior was loaded or moved and does not hold the data: pass them again, extend(draws, data=(x, y))"
         )
-    prepared = earlier.data if data is None else _prepare(
-        model, data, None, None, None, None, earlier.device, None, mask, None, method
-    )[1]  # fmt: skip
+    prepared = (
+        earlier.data
+        if data is None
+        else _prepare(model, data, None, None, None, None, earlier.device, None, mask, None, method)[1]
+    )
     before = earlier.run.get("data")
-    if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (
-        None,
-        prepared.fingerprint(),
-    ):
+    if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (None, prepared.fingerprint()):
         raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
     seed = random.key(earlier.seed, 13, int(earlier.run.get("steps", 0)))[1].item()
     identity = {
-        **_identity(earlier.method, model, prepared, earlier.seed), "more": method.more,
+        **_identity(earlier.method, model, prepared, earlier.seed),
+        "more": method.more,
         "state": _digest({str(i): leaf for i, leaf in enumerate(method.state)}),
-    }  # fmt: skip
+    }
     with torch.inference_mode(False), random.isolated(int(seed), earlier.device):
         options = Options(
-            seed=earlier.seed, compile=earlier.run.get("compile", "auto"), progress=progress, callbacks=tuple(callbacks),
-            checkpoint=_as_checkpoint(checkpoint), identity=identity,
-        )  # fmt: skip
+            seed=earlier.seed,
+            compile=earlier.run.get("compile", "auto"),
+            progress=progress,
+            callbacks=tuple(callbacks),
+            checkpoint=_as_checkpoint(checkpoint),
+            identity=identity,
+        )
         fitted = engine.run(method, model, prepared, options)
     if fitted.draws is None:
         raise KeyboardInterrupt("stopped before the first new draw was kept")

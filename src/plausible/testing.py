@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible import diagnostics, random
-from plausible.methods.base import Method, create, registry
-from plausible.posterior import Posterior
+from plausible.blocks.chains import convergence as diagnostics
+from plausible.core import random
+from plausible.engine.method import Method, create, registry
+from plausible.posteriors.base import Posterior
 
 Z = 5.0
 
@@ -97,9 +98,13 @@ class LinearGaussian:
         data = (x.float(), y.float(), w.float()) if self.weight != 1 else (x.float(), y.float())
         settings = {"progress": False, "compile": False, **settings}
         return pl.fit(
-            self.network(), data, method, likelihood=pl.likelihoods.Gaussian(scale=self.noise),
-            prior=pl.priors.Gaussian(scale=self.scale), **settings,
-        )  # fmt: skip
+            self.network(),
+            data,
+            method,
+            likelihood=pl.likelihoods.Gaussian(scale=self.noise),
+            prior=pl.priors.Gaussian(scale=self.scale),
+            **settings,
+        )
 
 
 def probe_inputs(inputs: int, count: int = 6) -> Tensor:
@@ -125,10 +130,7 @@ def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
     count, chains = len(f), getattr(posterior, "chains", 1)
     if float(expected_variance.max()) == 0:
         error = (found - expected_mean).abs() / scale
-        _require(
-            bool((error < slack).all()),
-            f"posterior mean of f(x) is off by {float(error.max()):.3g} posterior deviations",
-        )
+        _require(bool((error < slack).all()), f"posterior mean of f(x) is off by {float(error.max()):.3g} posterior deviations")
         _require(
             float(f.var(0, unbiased=False).max()) <= (slack * float(scale.max())) ** 2,
             "a point estimate has epistemic variance",
@@ -198,19 +200,15 @@ def check_predictive_law(method: Method) -> None:
         "variance is not epistemic + aleatoric",
     )
     _require(
-        torch.allclose(predictive.aleatoric, torch.tensor(problem.noise**2), rtol=1e-4),
-        "aleatoric variance is not the noise's",
+        torch.allclose(predictive.aleatoric, torch.tensor(problem.noise**2), rtol=1e-4), "aleatoric variance is not the noise's"
     )
     if getattr(posterior, "closed_form", False):
         return
     _require(
-        torch.allclose(predictive.mean, f.mean(0), atol=1e-5),
-        "predict and functions use different draws for the same seed",
+        torch.allclose(predictive.mean, f.mean(0), atol=1e-5), "predict and functions use different draws for the same seed"
     )
     y = torch.zeros(6, 1)
-    mixture = torch.distributions.Normal(f, problem.noise).log_prob(y).sum(-1).logsumexp(0) - torch.log(
-        torch.tensor(20.0)
-    )
+    mixture = torch.distributions.Normal(f, problem.noise).log_prob(y).sum(-1).logsumexp(0) - torch.log(torch.tensor(20.0))
     _require(
         torch.allclose(predictive.log_prob(y), mixture.to(predictive.log_prob(y).dtype), atol=1e-4),
         "log_prob is not log-mean-exp over draws",
@@ -258,8 +256,7 @@ def check_determinism(method: Method) -> None:
     one = pl.fit(net, (x, y), method, seed=0, **settings).functions(x, 5, seed=1)
     _require(torch.equal(state, torch.get_rng_state()), "torch's global generator was moved")
     _require(
-        all(torch.equal(v, before[k]) for k, v in net.state_dict().items()),
-        "the module's weights or buffers were changed",
+        all(torch.equal(v, before[k]) for k, v in net.state_dict().items()), "the module's weights or buffers were changed"
     )
     _require(modes == [module.training for module in net.modules()], "the module's training mode was changed")
     _require(len(net[0]._forward_hooks) == 1 and not net[4]._forward_hooks, "the module's hooks were changed")
@@ -281,12 +278,9 @@ def check_chunked_prediction(method: Method) -> None:
     _, (x, _) = _small()
     whole, parts = posterior.predict(x), posterior.predict(x, batch_size=7)
     _require(torch.allclose(whole.mean, parts.mean, atol=1e-5), "chunked prediction has another mean")
+    _require(torch.allclose(whole.variance, parts.variance, rtol=1e-4, atol=1e-6), "chunked prediction has another variance")
     _require(
-        torch.allclose(whole.variance, parts.variance, rtol=1e-4, atol=1e-6), "chunked prediction has another variance"
-    )
-    _require(
-        torch.allclose(whole.mean[3:4], posterior.predict(x[3:4]).mean, atol=1e-5),
-        "one input alone is predicted otherwise",
+        torch.allclose(whole.mean[3:4], posterior.predict(x[3:4]).mean, atol=1e-5), "one input alone is predicted otherwise"
     )
 
 
@@ -297,9 +291,7 @@ def check_save_and_load(method: Method) -> None:
     with tempfile.TemporaryDirectory() as folder:
         posterior.save(Path(folder) / "run")
         loaded = pl.load(Path(folder) / "run", net)
-        _require(
-            torch.equal(posterior.functions(x, 6, seed=2), loaded.functions(x, 6, seed=2)), "loaded functions differ"
-        )
+        _require(torch.equal(posterior.functions(x, 6, seed=2), loaded.functions(x, 6, seed=2)), "loaded functions differ")
         _require(torch.equal(posterior.predict(x).std, loaded.predict(x).std), "loaded predictions differ")
         _require(
             loaded.method == posterior.method or registry.get(method.name) is not type(method),
@@ -342,9 +334,9 @@ def check_stacked(method: Method) -> None:
     """Members stacked by vmap advance as members in a loop do (one step)."""
     if method.members is not None or method.verb != "iterate":
         return
-    from plausible.data import as_data
+    from plausible.core.data import as_data
+    from plausible.core.weights import clone, tensors
     from plausible.methods import Ensemble
-    from plausible.weights import clone, tensors
 
     ensemble = Ensemble(method, members=3, init="fresh")
     net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -361,10 +353,10 @@ def check_stacked(method: Method) -> None:
 
 def check_compiled(method: Method) -> None:
     """A compiled step does what the eager one does (one step from the same state)."""
-    from plausible.data import as_data
+    from plausible.core.data import as_data
+    from plausible.core.weights import clone, tensors
     from plausible.engine.source import Source
     from plausible.engine.stepper import Compiled, Eager
-    from plausible.weights import clone, tensors
 
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     _, (x, y) = _small()
@@ -390,7 +382,7 @@ def check_compiled(method: Method) -> None:
 
 def _compare_kernels(method: Method, model: pl.Model, data: Any) -> None:
     """The same transition with and without compiled kernels, which may stop trajectories at another leapfrog of the same path."""
-    from plausible.weights import clone, tensors
+    from plausible.core.weights import clone, tensors
 
     prepared = method.prepare(model, data)
     compiled, _ = method.compiled(prepared, True)
@@ -406,8 +398,7 @@ def _compare_kernels(method: Method, model: pl.Model, data: Any) -> None:
         return torch.allclose(one, two, rtol=1e-3, atol=1e-4 * max(1.0, float(one.abs().max()) if one.numel() else 0.0))
 
     _require(
-        all(close(a, b) for a, b in zip(*map(tensors, states))),
-        "transitions with compiled kernels differ from eager ones",
+        all(close(a, b) for a, b in zip(*map(tensors, states))), "transitions with compiled kernels differ from eager ones"
     )
 
 
@@ -438,11 +429,7 @@ def check_bad_input(method: Method) -> None:
         ("no data", "empty", lambda: (net, (x[:0], y[:0]), {})),
         ("different lengths", "examples", lambda: (net, (x, y[:5]), {})),
         ("inputs of the wrong width", "network", lambda: (net, (torch.randn(20, 3), y), {})),
-        (
-            "integer targets for a Gaussian",
-            "Gaussian",
-            lambda: (net, (x, y.long()), {"likelihood": pl.likelihoods.Gaussian()}),
-        ),
+        ("integer targets for a Gaussian", "Gaussian", lambda: (net, (x, y.long()), {"likelihood": pl.likelihoods.Gaussian()})),
         (
             "float targets for classes",
             "Categorical",

@@ -10,5 +10,14 @@ from plausible.engine.policy import decide
 from plausible.engine.ranks import RankError
 
 __all__ = [
-    "Checkpoint", "DivergenceError", "Fitted", "Options", "RankError", "accumulate", "decide", "iterate", "run", "sample",
-]  # fmt: skip
+    "Checkpoint",
+    "DivergenceError",
+    "Fitted",
+    "Options",
+    "RankError",
+    "accumulate",
+    "decide",
+    "iterate",
+    "run",
+    "sample",
+]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from plausible.data import Batch, Data
+from plausible.core.data import Batch, Data
 
 
 def accumulate(function: Callable[[Batch], Any], data: Data, *, chunk: int = 1024) -> Any:

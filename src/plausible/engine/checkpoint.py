@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible import storage
-from plausible.storage import DrawWriter
-from plausible.weights import tensors
+from plausible.core import storage
+from plausible.core.storage import DrawWriter
+from plausible.core.weights import tensors
 
 FORMAT = 2
 
@@ -79,14 +79,7 @@ class Checkpointer:
         return time.monotonic() - self.last_time >= self.settings.seconds
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        writer: DrawWriter,
-        record: dict[str, Any],
-        random: Mapping[str, Tensor],
-        *,
-        finished: bool,
+        self, step: int, state: Any, writer: DrawWriter, record: dict[str, Any], random: Mapping[str, Tensor], *, finished: bool
     ) -> None:
         """Write a checkpoint atomically and remove the one before."""
         named = {f"state.{i}": leaf for i, leaf in enumerate(tensors(state))}
@@ -97,9 +90,16 @@ class Checkpointer:
         file = f"state-{step:09d}-{sha256[:12]}.safetensors"
         storage.write_atomically(self.folder / file, packed)
         content = {
-            "format": FORMAT, "identity": self.identity, "step": step, "finished": finished, "file": file, "state_sha256": sha256,
-            "shards": writer.files, "pending": len(writer.pending), "record": record,
-        }  # fmt: skip
+            "format": FORMAT,
+            "identity": self.identity,
+            "step": step,
+            "finished": finished,
+            "file": file,
+            "state_sha256": sha256,
+            "shards": writer.files,
+            "pending": len(writer.pending),
+            "record": record,
+        }
         storage.write_json(self.folder / "checkpoint.json", content)
         self._tidy(file)
         self.last_time, self.last_step = time.monotonic(), step
@@ -110,9 +110,7 @@ class Checkpointer:
             if old.name != current:
                 old.unlink(missing_ok=True)
         half = [".state-*", ".checkpoint.json.*", ".writable"]
-        for temporary in [p for pattern in half for p in self.folder.glob(pattern)] + [
-            *self.draws_folder.glob(".draws-*")
-        ]:
+        for temporary in [p for pattern in half for p in self.folder.glob(pattern)] + [*self.draws_folder.glob(".draws-*")]:
             temporary.unlink(missing_ok=True)
 
     def load(self, writer: DrawWriter) -> Resumed | None:

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from plausible import random
-from plausible import weights as tree
-from plausible.data import Batch, StreamData, num_rows
+from plausible.core import random
+from plausible.core import weights as tree
+from plausible.core.data import Batch, StreamData, num_rows
+from plausible.core.model import Joint, Model
+from plausible.core.optimisers import transformed
 from plausible.engine.checkpoint import Checkpoint, Resumed
+from plausible.engine.method import Method, Plan
 from plausible.engine.policy import Mode
 from plausible.engine.ranks import Ranks, Verdict, Vote, count_votes
 from plausible.engine.source import Source, share
-from plausible.methods.base import Method, Plan
-from plausible.model import Joint, Model
-from plausible.optimisers import transformed
 
 log = logging.getLogger("plausible")
 
@@ -187,10 +187,11 @@ class SharedModel(Model):
         total = found["total"]
         value = total + joint.log_prior
         return joint._replace(
-            value=value if self.temperature == 1.0 else value / self.temperature, log_likelihood=total,
+            value=value if self.temperature == 1.0 else value / self.temperature,
+            log_likelihood=total,
             grads={name: found[name] for name in joint.grads},
             buffers={name: found.get(f"buffer {name}", value) for name, value in joint.buffers.items()},
-        )  # fmt: skip
+        )
 
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
         """That of the whole batch; not to be differentiated."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible import weights as tree
-from plausible.methods.base import Method
-from plausible.model import Model
-from plausible.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
+from plausible.core import weights as tree
+from plausible.core.model import Model
+from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
+from plausible.engine.method import Method
 
 if TYPE_CHECKING:
     from plausible.engine.loop import Fitted
@@ -46,17 +46,27 @@ def gather(team: Ranks, method: Method, model: Model, fitted: Fitted, folder: Pa
     each = 0 if store is None else len(next(iter(method.kept(model, fitted.state).values())))
     first = {} if store is None else store.get([0], "cpu")
     own = Left(
-        team.keeps, method.members or 1, each, 0 if store is None else len(store) // each, isinstance(store, DiskDraws),
+        team.keeps,
+        method.members or 1,
+        each,
+        0 if store is None else len(store) // each,
+        isinstance(store, DiskDraws),
         {name: (tuple(value.shape[1:]), value.dtype) for name, value in first.items()},
-        fitted.history, fitted.steps, fitted.seconds, fitted.mode,
-    )  # fmt: skip
+        fitted.history,
+        fitted.steps,
+        fitted.seconds,
+        fitted.mode,
+    )
     everybody: list[Left] = team.exchange(own)
     active = [left for left in everybody if left.keeps]
     device = tree.tensors(fitted.state)[0].device
     gathered = fitted._replace(
-        draws=_draws(team, store, everybody, folder, device), history=mean_history(active),
-        steps=min(left.steps for left in active), seconds=max(left.seconds for left in everybody), mode=everybody[0].mode,
-    )  # fmt: skip
+        draws=_draws(team, store, everybody, folder, device),
+        history=mean_history(active),
+        steps=min(left.steps for left in active),
+        seconds=max(left.seconds for left in everybody),
+        mode=everybody[0].mode,
+    )
     if team.member_numbers is not None and not getattr(team.method, "method", team.method).keeps_draws:
         gathered = gathered._replace(state=_state(team, fitted.state, everybody))
     return gathered
@@ -107,10 +117,13 @@ def _state(team: Ranks, state: Any, everybody: list[Left]) -> Any:
     """The states of all members, stacked."""
 
     def joined(leaf: Tensor) -> Tensor:
-        return torch.cat([
-            team.send(rank, leaf if rank == team.rank else leaf.new_empty((left.members, *leaf.shape[1:])))
-            for rank, left in enumerate(everybody) if left.keeps
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                team.send(rank, leaf if rank == team.rank else leaf.new_empty((left.members, *leaf.shape[1:])))
+                for rank, left in enumerate(everybody)
+                if left.keeps
+            ]
+        )
 
     return tree.tree_map(joined, state)
 

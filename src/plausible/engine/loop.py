@@ -14,22 +14,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible import random
-from plausible.data import Batch, Data, StreamData, num_rows
+from plausible.core import random
+from plausible.core.data import Batch, Data, StreamData, num_rows
+from plausible.core.model import Model
+from plausible.core.storage import DrawStore, DrawWriter, MemoryDraws, WriterMark
+from plausible.core.weights import clone, copy_into, num_bytes, num_elements
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.accumulate import accumulate
 from plausible.engine.checkpoint import Checkpoint, Checkpointer
 from plausible.engine.interrupt import Interrupt
+from plausible.engine.method import Method, Plan
+from plausible.engine.monitoring import Monitor
 from plausible.engine.policy import Mode, decide, threads
 from plausible.engine.progress import Progress
 from plausible.engine.ranks import Team, Vote
 from plausible.engine.source import Elsewhere, Source
 from plausible.engine.stepper import Captured, Eager, Info, Stepper, make
-from plausible.methods.base import Method, Plan
-from plausible.model import Model
-from plausible.monitoring import Monitor
-from plausible.storage import DrawStore, DrawWriter, MemoryDraws, WriterMark
-from plausible.weights import clone, copy_into, num_bytes, num_elements
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -93,9 +93,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
     method = team.part(method)
     if team.divides and not method.divisible:
         who = type(method).__name__
-        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or " * (
-            method.verb == "iterate"
-        )
+        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or " * (method.verb == "iterate")
         raise ValueError(
             f"{who} cannot be divided among ranks; {instead}set PLAUSIBLE_RANKS=alone to fit in each process by itself, with "
             "a seed of its own"
@@ -109,10 +107,16 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed, per_epoch=plan.per_epoch), data
     )
     state = method.start(model, random.key(options.seed, device=device))
-    mode = team.mode(decide(
-        options.compile, steps=plan.steps, elements=num_elements(model.initial), members=method.members, device=device,
-        resident=not isinstance(data, StreamData),
-    ))  # fmt: skip
+    mode = team.mode(
+        decide(
+            options.compile,
+            steps=plan.steps,
+            elements=num_elements(model.initial),
+            members=method.members,
+            device=device,
+            resident=not isinstance(data, StreamData),
+        )
+    )
     model = team.model(model)
     writer = DrawWriter()
     keeper = None
@@ -123,10 +127,18 @@ def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
         writer = DrawWriter(keeper.draws_folder)
         resumed = keeper.load(writer)
     members = None if method.shares_batches else method.members
-    source = Elsewhere(data) if method.kernels and method.members is None else Source(
-        data, plan, seed=options.seed, members=members, numbers=team.member_numbers,
-        place=(team.rank, team.size) if team.divides else None,
-    )  # fmt: skip
+    source = (
+        Elsewhere(data)
+        if method.kernels and method.members is None
+        else Source(
+            data,
+            plan,
+            seed=options.seed,
+            members=members,
+            numbers=team.member_numbers,
+            place=(team.rank, team.size) if team.divides else None,
+        )
+    )
     resumed = team.ready(source, plan, resumed)
     rows = (plan.batch_size or data.num_data) * (method.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x
@@ -178,9 +190,18 @@ class _Run:
     TWO_MARKS = 2**28  # bytes of state up to which the start of the segment before is kept too
 
     def __init__(
-        self, method: Method, model: Model, plan: Plan, source: Source, state: Any, mode: Mode, writer: DrawWriter,
-        keeper: Checkpointer | None, options: Options, held: Data | None,
-    ):  # fmt: skip
+        self,
+        method: Method,
+        model: Model,
+        plan: Plan,
+        source: Source,
+        state: Any,
+        mode: Mode,
+        writer: DrawWriter,
+        keeper: Checkpointer | None,
+        options: Options,
+        held: Data | None,
+    ):
         self.method, self.model, self.plan, self.source = method, model, plan, source
         self.state, self.mode, self.writer, self.keeper = state, mode, writer, keeper
         self.options, self.held, self.team = options, held, options.team
@@ -251,11 +272,7 @@ class _Run:
                 self.seconds = time.monotonic() - started
                 taken = time.monotonic() - clock
                 segment = (
-                    min(2 * segment, self.MAX_SEGMENT)
-                    if taken < 0.1
-                    else max(1, segment // 2)
-                    if taken > 0.5
-                    else segment
+                    min(2 * segment, self.MAX_SEGMENT) if taken < 0.1 else max(1, segment // 2) if taken > 0.5 else segment
                 )
                 bar.update(self.done, self._caption(rows))
                 last = stale or self.done >= self.plan.steps  # the final checkpoint follows at once
@@ -291,9 +308,14 @@ class _Run:
 
     def _mark(self, stepper: Stepper) -> _Mark:
         return _Mark(
-            self.done, clone(stepper.state), self.writer.mark(), {n: len(v) for n, v in self.history.items()},
-            dict(self.sums), checkpoints.random_states(self.device), (self.source.pass_state, self.source.pass_position),
-        )  # fmt: skip
+            self.done,
+            clone(stepper.state),
+            self.writer.mark(),
+            {n: len(v) for n, v in self.history.items()},
+            dict(self.sums),
+            checkpoints.random_states(self.device),
+            (self.source.pass_state, self.source.pass_position),
+        )
 
     def _choose_step(self) -> Any:
         """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""

@@ -36,13 +36,7 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def decide(
-    compile: Literal["auto"] | bool,
-    *,
-    steps: int,
-    elements: int,
-    members: int | None,
-    device: torch.device,
-    resident: bool,
+    compile: Literal["auto"] | bool, *, steps: int, elements: int, members: int | None, device: torch.device, resident: bool
 ) -> Mode:
     """How the engine will run `steps` steps of a model with `elements` weights on `device`."""
     if compile not in ("auto", True, False):
@@ -72,9 +66,7 @@ def threads(network: nn.Module, x: Any, *, work: int, device: torch.device) -> I
     example is one vector (x `[N, inputs]`, None for streams); other networks keep their threads.
     PyTorch's setting is one for the process; it is put back at the end.
     """
-    linear = all(
-        isinstance(m, nn.Linear) or not any(True for _ in m.parameters(recurse=False)) for m in network.modules()
-    )
+    linear = all(isinstance(m, nn.Linear) or not any(True for _ in m.parameters(recurse=False)) for m in network.modules())
     before = torch.get_num_threads()
     single = device.type == "cpu" and before > 1 and work <= SINGLE_THREAD_WORK and linear
     if not (single and isinstance(x, Tensor) and x.ndim == 2):

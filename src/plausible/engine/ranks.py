@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plausible import random
-from plausible import weights as tree
-from plausible.data import StreamData
+from plausible.core import random
+from plausible.core import weights as tree
+from plausible.core.data import StreamData
+from plausible.core.model import Model
 from plausible.engine import gathering
 from plausible.engine.checkpoint import Checkpoint, Resumed, differences
+from plausible.engine.method import Method, Plan
 from plausible.engine.policy import Mode
 from plausible.engine.source import Source
-from plausible.methods.base import Method, Plan
-from plausible.model import Model
 
 log = logging.getLogger("plausible")
 PATIENCE = timedelta(days=7)  # for a rank at work; one that dies closes its connections and is noticed at once
@@ -199,17 +199,16 @@ class Ranks(Team):
                     if where in ("data", "num_data")
                     else "every rank must run the same script with the same seed"
                 )
-                raise ValueError(
-                    f"the ranks do not agree: {where} is {old!r} on rank 0 and {new!r} on rank {rank}; {hint}"
-                )
+                raise ValueError(f"the ranks do not agree: {where} is {old!r} on rank 0 and {new!r} on rank {rank}; {hint}")
         with torch.no_grad():
             for value in (*model.network.parameters(), *model.network.buffers()):
                 value.copy_(self.send(0, value))
         receive = lambda value: self.send(0, value)  # noqa: E731
         return model._replace(
-            initial=tree.tree_map(receive, model.initial), buffers=tree.tree_map(receive, model.buffers),
+            initial=tree.tree_map(receive, model.initial),
+            buffers=tree.tree_map(receive, model.buffers),
             initial_draws=None if model.initial_draws is None else tree.tree_map(receive, model.initial_draws),
-        )  # fmt: skip
+        )
 
     def send(self, rank: int, value: Tensor) -> Tensor:
         """The value that this rank has, sent to all, whose own only says the shape and type: a new tensor on its device."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from plausible.data import ArrayData, Batch, Data, Order, StreamData, num_rows, select_rows
-from plausible.methods.base import Plan
+from plausible.core.data import ArrayData, Batch, Data, Order, StreamData, num_rows, select_rows
+from plausible.engine.method import Plan
 
 
 def share(rows: int, rank: int, size: int) -> slice:
@@ -43,9 +43,15 @@ class Source:
     """
 
     def __init__(
-        self, data: Data, plan: Plan, *, seed: int, members: int | None, numbers: range | None = None,
+        self,
+        data: Data,
+        plan: Plan,
+        *,
+        seed: int,
+        members: int | None,
+        numbers: range | None = None,
         place: tuple[int, int] | None = None,
-    ):  # fmt: skip
+    ):
         self.place, self.divided = place, False
         self.data, self.plan = data, plan
         self.whole = plan.batch_size is None

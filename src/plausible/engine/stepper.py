@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plausible import random
-from plausible.data import ArrayData, Batch, StreamData
+from plausible.core import random
+from plausible.core.data import ArrayData, Batch, StreamData
+from plausible.core.model import Model
+from plausible.core.weights import clone, copy_into
 from plausible.engine.policy import Mode, has_compiler
 from plausible.engine.source import Source
-from plausible.model import Model
-from plausible.weights import clone, copy_into
 
 log = logging.getLogger("plausible")
 Step = Callable[[Model, Any, Batch], tuple[Any, dict[str, Tensor]]]
@@ -101,9 +101,7 @@ class Captured:
         with torch.no_grad():
             _, info = step(model, probe, first)
         self.terms = list(info)
-        self.log = {
-            name: torch.zeros((self.LENGTH, *v.shape), dtype=v.dtype, device=device) for name, v in info.items()
-        }
+        self.log = {name: torch.zeros((self.LENGTH, *v.shape), dtype=v.dtype, device=device) for name, v in info.items()}
 
         def whole(state: Any, cursor: Tensor, indices: Tensor | None, entries: Info) -> None:
             where = cursor.view(1)
@@ -182,9 +180,7 @@ def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tu
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         log.warning(
-            "this step could not be %s (%s): it runs eagerly",
-            "captured" if "captured" in mode else "compiled",
-            reason[:200],
+            "this step could not be %s (%s): it runs eagerly", "captured" if "captured" in mode else "compiled", reason[:200]
         )
         log.debug("the reason in full", exc_info=True)
         return Eager(step, model, snapshot, source), "eager"

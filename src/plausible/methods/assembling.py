@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plausible.methods.base import Method, create, registry
-from plausible.tabular import listed, nearest
+from plausible.apps.tables import listed, nearest
+from plausible.engine.method import Method, create, registry
 
 
 def assemble(name: Any, settings: Mapping[str, Any]) -> Any:

@@ -1,0 +1,391 @@
+"""Comparing models by the evidence: log p(D | M), Bayes factors, and the probabilities of models given the data.
+
+    p(M | D) ∝ p(D | M) p(M),      log p(D | M) = log p(D | w*) + log of the Occam factor
+
+The evidence rewards fit and charges for freedom: the Occam factor is the share of what the prior thought possible that is left
+when the data are in (MacKay 1992). `compare` puts posteriors of the same data side by side; `Evidence` is what a Laplace
+posterior takes apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from plausible.blocks.curvature.tuning import Evidence
+from plausible.posteriors.base import Posterior
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from plausible.posteriors.predictive import Predictive
+
+__all__ = ["Comparison", "Evidence", "Row", "compare", "log_symmetries", "verdict"]
+
+SCALE = ((1.0, "hardly worth a mention"), (3.0, "positive"), (5.0, "strong"), (math.inf, "very strong"))
+"""Natural logs of Bayes factors up to which evidence is called so (Kass and Raftery 1995, whose 2 log B is halved)."""
+DRAWS = 1000
+"""How many draws of functions a model average has by default."""
+
+ODD = (nn.Tanh, nn.Softsign, nn.Hardtanh, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink)
+EVEN_HANDED = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.ReLU6,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.LogSigmoid,
+)
+PASSING = (nn.Identity, nn.Dropout, nn.Flatten)
+
+
+def verdict(log_bayes_factor: float) -> str:
+    """How much a log Bayes factor says, in the words of Kass and Raftery (1995): by its size, whatever its sign."""
+    return next(words for limit, words in SCALE if abs(log_bayes_factor) <= limit)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: its evidence, what it is made of, and how it stands beside the others; logarithms are natural.
+
+    `log_bayes_factor` is log p(D | M)/p(D | best), 0 or below; `probability` is p(M | D). `log_likelihood` and `log_occam`
+    (None where the method does not take the evidence apart) sum up with `log_symmetries` to `log_evidence`. `bound` says that
+    `log_evidence` is a lower bound, `points` how many weights of the network were trained as points, given which the evidence
+    is, and `error` the standard error of `log_evidence` where it was sampled.
+    """
+
+    name: str
+    log_evidence: float
+    log_bayes_factor: float
+    probability: float
+    verdict: str
+    weights: int
+    log_likelihood: float | None = None
+    log_occam: float | None = None
+    effective: float | None = None
+    log_symmetries: float = 0.0
+    bound: bool = False
+    points: int = 0
+    error: float | None = None
+
+    @property
+    def note(self) -> str:
+        """What to keep in mind about the number."""
+        words = ["lower bound"] if self.bound else [] if self.error is None else [f"± {self.error:.2g}"]
+        return ", ".join([*words, f"given {self.points:,} points"] if self.points else words)
+
+
+HEADS = (
+    "model",
+    "log evidence",
+    "log likelihood",
+    "log Occam factor",
+    "weights",
+    "determined",
+    "log Bayes factor",
+    "probability",
+    "evidence against",
+)
+
+
+class Comparison:
+    """Models of the same data, the most probable first: `rows`, `best`, `probabilities`; `print` shows a table.
+
+    `posteriors` are those that were compared, by name. `predict` averages over all of them.
+    """
+
+    def __init__(self, rows: Sequence[Row], posteriors: Mapping[str, Posterior]):
+        self.rows = tuple(sorted(rows, key=lambda row: (-row.probability, -row.log_evidence)))
+        self.posteriors = dict(posteriors)
+
+    @property
+    def best(self) -> str:
+        """The name of the most probable model."""
+        return self.rows[0].name
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """p(M | D) by name; they sum to 1."""
+        return {row.name: row.probability for row in self.rows}
+
+    def __getitem__(self, name: str) -> Row:
+        found = next((row for row in self.rows if row.name == name), None)
+        if found is None:
+            raise KeyError(f"{name!r} was not compared; there are: {', '.join(row.name for row in self.rows)}")
+        return found
+
+    def log_bayes_factor(self, first: str, second: str) -> float:
+        """Log p(D | first)/p(D | second)."""
+        return self[first].log_evidence - self[second].log_evidence
+
+    def predict(self, x: Any, draws: int = DRAWS, seed: int = 0) -> Predictive:
+        """p(y | x, D) = Σ_M p(y | x, M, D) p(M | D), the average over models, as a mixture of function draws.
+
+        Each model gets its share of the `draws`, to the nearest whole draw; one whose share is less is left out. Models must have
+        the same likelihood and outputs.
+        """
+        from plausible.core.data import num_rows, take
+        from plausible.posteriors.base import _check_draws
+        from plausible.posteriors.predictive import Draws, Predictive
+
+        if draws is None or (total := _check_draws(draws)) is None:
+            raise ValueError("draws must be a whole number of at least 1, which is divided among the models, got None")
+        shares = _shares([row.probability for row in self.rows], total)
+        parts = {row.name: count for row, count in zip(self.rows, shares) if count}
+        first = self.posteriors[self.best]
+        for name in parts:
+            other = self.posteriors[name]
+            if other.likelihood != first.likelihood or other.model.output_shape != first.model.output_shape:
+                raise ValueError(
+                    f"models with different likelihoods or outputs cannot be averaged: {self.best} has {first.likelihood} of "
+                    f"{first.model.output_shape}, {name} {other.likelihood} of {other.model.output_shape}"
+                )
+        planned = [
+            (own := self.posteriors[name], own._inputs(x), own.plan_draws(count, seed + k))
+            for k, (name, count) in enumerate(parts.items())
+        ]
+
+        def source(rows: slice) -> Draws:
+            found = [own._evaluate_in_parts(plan, take(inputs, rows), None, seed) for own, inputs, plan in planned]
+            device, dtype = found[0].outputs.device, found[0].outputs.dtype
+            join = lambda values: torch.cat([value.to(device, dtype) for value in values])  # noqa: E731
+            names = found[0].weights
+            return Draws(join([f.outputs for f in found]), {n: join([f.weights[n] for f in found]) for n in names})
+
+        count = num_rows(planned[0][1])
+        return Predictive(first.likelihood, source, num_inputs=count, num_draws=total, output_shape=first.model.output_shape)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Shown
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Plain data, a dictionary for each model."""
+        return [asdict(row) for row in self.rows]
+
+    def _cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The heads and the cells of the table; columns that no row has anything in are left out."""
+        rows = []
+        for row in self.rows:
+            against = "–" if row.log_bayes_factor == 0 else row.verdict
+            rows.append(
+                (
+                    row.name,
+                    _signed(row.log_evidence),
+                    _signed(row.log_likelihood),
+                    _signed(row.log_occam),
+                    f"{row.weights:,}",
+                    "" if row.effective is None else f"{row.effective:.1f}",
+                    _signed(row.log_bayes_factor),
+                    _probability(row.probability),
+                    against,
+                    f"+{row.log_symmetries:.1f}" if row.log_symmetries else "",
+                    row.note,
+                )
+            )
+        heads = (*HEADS, "log symmetries", "note")
+        kept = [k for k in range(len(heads)) if any(row[k] for row in rows)]
+        return tuple(heads[k] for k in kept), [tuple(row[k] for k in kept) for row in rows]
+
+    def to_markdown(self) -> str:
+        """The table in Markdown."""
+        heads, rows = self._cells()
+        lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+    def __rich__(self) -> Table:
+        from rich import box
+        from rich.table import Table
+
+        heads, rows = self._cells()
+        table = Table(box=box.SIMPLE_HEAD)
+        for head in heads:
+            table.add_column(head, justify="left" if head in ("model", "evidence against", "note") else "right")
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=200, color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self.__rich__())
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.rows)} models: {self.best} has probability {self.rows[0].probability:.3g}>"
+
+
+def compare(
+    posteriors: Mapping[str, Posterior] | Sequence[Posterior],
+    prior_probabilities: Mapping[str, float] | Sequence[float] | None = None,
+    *,
+    symmetries: bool = False,
+) -> Comparison:
+    """p(M | D) = p(D | M) p(M) / Σ p(D | M′) p(M′) for models of the same data, from their `log_evidence`.
+
+    posteriors: by name, or in a row (then they are called after their methods and numbers: "Laplace 1"). Laplace approximations
+    have
+        an estimate of log p(D) with its Occam factor; variational methods have lower bounds, by which a model looks worse than
+        it is, and the more so the cruder its family: the table says which is which.
+    prior_probabilities: p(M), equal by default; they sum to 1.
+    symmetries: add `log_symmetries` of each network, the number of modes that are copies of the one that was found.
+
+    That all were fitted on the same data cannot be seen from a posterior but for the number of examples, which is checked.
+    """
+    named = _named(posteriors)
+    priors = _priors(prior_probabilities, tuple(named))
+    _check_same_data(named)
+    copies = {name: log_symmetries(own.model.network) if symmetries else 0.0 for name, own in named.items()}
+    logs = {name: _log_evidence(name, own) + copies[name] for name, own in named.items()}
+    top = max(logs.values())
+    with_prior = {name: value + (math.log(priors[name]) if priors[name] else -math.inf) for name, value in logs.items()}
+    highest = max(with_prior.values())
+    total = highest + math.log(sum(math.exp(value - highest) for value in with_prior.values()))
+    rows = []
+    for name, own in named.items():
+        parts: Evidence | None = getattr(own, "evidence", None)
+        rows.append(
+            Row(
+                name,
+                logs[name],
+                logs[name] - top,
+                math.exp(with_prior[name] - total),
+                verdict(logs[name] - top),
+                weights=sum(own.model.initial[n].numel() for n in own.model.random),
+                log_likelihood=None if parts is None else float(parts.log_likelihood),
+                log_occam=None if parts is None else float(parts.log_occam),
+                effective=getattr(own, "effective", None),
+                log_symmetries=copies[name],
+                bound=parts is None and "log_evidence_error" not in own.run,  # with a standard error: an estimate
+                points=sum(own.model.initial[n].numel() for n in own.model.points if not n.startswith("likelihood.")),
+                error=own.run.get("log_evidence_error"),
+            )
+        )
+    return Comparison(rows, named)
+
+
+def log_symmetries(network: nn.Module) -> float:
+    """Σ over hidden layers of log H! + H log 2: the number of modes that are the same function, as a natural logarithm.
+
+    Hidden units can change places (H! ways), and with an odd activation such as tanh each can change the signs of its weights
+    (2^H ways). A Laplace approximation looks at one of these modes; where they lie far apart, the evidence of the model is that
+    many times as large. It is too much where units are not used: their copies coincide. For perceptrons: `nn.Sequential` of
+    linear layers with activations.
+    """
+    layers = [module for module in network.modules() if not list(module.children())]
+    widths: list[tuple[int, bool]] = []
+    width: int | None = None
+    for module in layers:
+        if isinstance(module, nn.Linear):
+            width = module.out_features
+        elif isinstance(module, (*ODD, *EVEN_HANDED)):
+            if width is not None:
+                widths.append((width, isinstance(module, ODD)))
+        elif not isinstance(module, PASSING):
+            width = -1
+            break
+    if width == -1 or (list(network.children()) and not isinstance(network, nn.Sequential)):
+        raise ValueError(
+            f"the symmetries of a {type(network).__name__} are not known, only those of an nn.Sequential of linear layers and "
+            "activations; use symmetries=False"
+        )
+    return sum(math.lgamma(size + 1) + (size * math.log(2.0) if odd else 0.0) for size, odd in widths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was given, checked
+
+
+def _named(posteriors: Any) -> dict[str, Posterior]:
+    if isinstance(posteriors, Mapping):
+        found = {str(name): own for name, own in posteriors.items()}
+        if len(found) != len(posteriors):
+            raise ValueError(f"posteriors has names that are the same as text: {', '.join(map(repr, posteriors))}")
+    elif isinstance(posteriors, Sequence) and not isinstance(posteriors, str):
+        found = {f"{getattr(own, '_method_name', own)} {k}": own for k, own in enumerate(posteriors, start=1)}
+    else:
+        raise TypeError(
+            f"posteriors must be a mapping of names to posteriors or a list of them, got {type(posteriors).__name__}"
+        )
+    for name, own in found.items():
+        if not isinstance(own, Posterior):
+            raise TypeError(f"posteriors[{name!r}] must be a posterior, as pl.fit returns it, got {type(own).__name__}")
+    if len(found) < 2:
+        raise ValueError(f"a comparison needs at least two posteriors, got {len(found)}")
+    return found
+
+
+def _log_evidence(name: str, own: Posterior) -> float:
+    value = own.log_evidence
+    if value is None:
+        raise ValueError(
+            f"{name} has no log_evidence: {own._method_name} estimates none (or it was tempered, pruned, or is part of an "
+            "ensemble); use Laplace, SMC, or a variational method such as MeanField, whose bound stands in for it"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"the log evidence of {name} is {value}: its fit has diverged, or its prior is improper")
+    return float(value)
+
+
+def _check_same_data(named: Mapping[str, Posterior]) -> None:
+    (first, one), *others = named.items()
+    discrete = lambda own: own.likelihood.kind != "continuous"  # noqa: E731
+    for name, own in others:
+        if own.model.num_data != one.model.num_data:
+            raise ValueError(
+                f"evidence compares models of the same data: {first} was fitted on {one.model.num_data:,} examples, {name} on "
+                f"{own.model.num_data:,}"
+            )
+        if discrete(own) != discrete(one):
+            raise ValueError(
+                f"evidence compares models of the same targets: {first} has a likelihood of {one.likelihood.kind} targets, {name} "
+                f"of {own.likelihood.kind} ones"
+            )
+
+
+def _priors(given: Any, names: tuple[str, ...]) -> dict[str, float]:
+    if given is None:
+        return dict.fromkeys(names, 1 / len(names))
+    if isinstance(given, Mapping):
+        if set(given) != set(names):
+            raise ValueError(f"prior_probabilities must name the models {', '.join(names)}, got {', '.join(map(str, given))}")
+        found = {name: float(given[name]) for name in names}
+    else:
+        if len(given) != len(names):
+            raise ValueError(f"prior_probabilities must have one number for each of {len(names)} models, got {len(given)}")
+        found = dict(zip(names, map(float, given)))
+    if not all(value >= 0 for value in found.values()) or abs(sum(found.values()) - 1) > 1e-6:
+        raise ValueError(f"prior_probabilities must be 0 or more and sum to 1, got {list(found.values())}")
+    return found
+
+
+def _shares(probabilities: Sequence[float], total: int) -> list[int]:
+    """Whole numbers with this sum, nearest to the probabilities: by largest remainders."""
+    exact = [total * p for p in probabilities]
+    found = [math.floor(value) for value in exact]
+    order = sorted(range(len(exact)), key=lambda k: found[k] - exact[k])
+    for k in order[: total - sum(found)]:
+        found[k] += 1
+    return found
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}".replace("-", "−")
+
+
+def _probability(value: float) -> str:
+    return f"{value:.3f}" if value >= 5e-4 or value == 0 else f"{value:.0e}".replace("e-0", "e-").replace("-", "−")

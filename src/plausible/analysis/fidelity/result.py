@@ -1,0 +1,167 @@
+"""What a comparison found: numbers with their standard errors and the noise floor, as a table, as text, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number: `value`, the Monte Carlo standard error `error`, and `floor`, what two halves of the reference score.
+
+    `error` says what other draws of the same two posteriors would change; it is 0 where nothing is drawn. A value that there is
+    not is NaN, and `note` says why. `ideal` is that of a posterior with the reference's law: 0, or 1 for agreement and ratios.
+    """
+
+    value: float
+    error: float = 0.0
+    floor: float | None = None
+    ideal: float = 0.0
+    note: str = ""
+
+    @classmethod
+    def missing(cls, why: str, ideal: float = 0.0) -> Measure:
+        """NaN with the reason."""
+        return cls(math.nan, ideal=ideal, note=why)
+
+    @property
+    def at_floor(self) -> bool | None:
+        """Whether it cannot be told from another run of the reference: no farther from `ideal` than `floor` plus two errors."""
+        if math.isnan(self.value) or self.floor is None or math.isnan(self.floor):
+            return None
+        return abs(self.value - self.ideal) <= abs(self.floor - self.ideal) + 2 * self.error
+
+    def text(self, digits: int = 3) -> str:
+        """`0.132 ± 0.004`."""
+        if math.isnan(self.value):
+            return "–"
+        error = f" ± {_shown(self.error, digits - 1)}" if self.error else ""
+        return _shown(self.value, digits) + error
+
+
+@dataclass(frozen=True)
+class Region:
+    """Mean epistemic variance over the `inputs` of a region, of both posteriors, and their `ratio` (below 1: too sure)."""
+
+    inputs: int
+    posterior: float
+    reference: float
+    ratio: Measure
+
+    @property
+    def difference(self) -> float:
+        """Posterior − reference, in the squared units of y."""
+        return self.posterior - self.reference
+
+
+WORDS = {
+    "agreement": "same most probable class, share of the inputs",
+    "total_variation": "total variation of predictions, 0 to 1",
+    "wasserstein": "Wasserstein-2 of f(x), in standard deviations of the reference",
+    "stein": "kernel Stein discrepancy of the weights, 1: a point at a mode",
+    "log_likelihood": "held-out log-likelihood less the reference's, nats a row",
+}
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How near a posterior is to a reference: see `plausible.fidelity.fidelity` for what each number means."""
+
+    agreement: Measure
+    total_variation: Measure
+    wasserstein: Measure
+    stein: Measure
+    log_likelihood: Measure
+    epistemic: Mapping[str, Region] = field(default_factory=dict)
+    inputs: int = 0
+    draws: int | None = None
+    reference_draws: int | None = None
+    posterior: str = ""
+    reference: str = ""
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        """All of them by name; ratios of epistemic variances as `epistemic.inside` and so on."""
+        found = {name: getattr(self, name) for name in WORDS}
+        return found | {f"epistemic.{name}": region.ratio for name, region in self.epistemic.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; what is not there is None."""
+        plain = asdict(self)
+        plain["epistemic"] = {name: asdict(region) for name, region in self.epistemic.items()}
+        return _plain(plain)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fidelity:
+        """The inverse of `to_dict`."""
+        found = dict(data)
+        for name in WORDS:
+            found[name] = _measure(found[name])
+        found["epistemic"] = {
+            name: Region(**{**region, "ratio": _measure(region["ratio"])}) for name, region in found["epistemic"].items()
+        }
+        return cls(**found)
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        words = WORDS | {f"epistemic.{name}": f"epistemic variance over the reference's, {name}" for name in self.epistemic}
+        rows = []
+        for name, measure in self.measures.items():
+            floor = "" if measure.floor is None else _shown(measure.floor, 3)
+            note = measure.note or {True: "as near as the reference to itself", False: "", None: ""}[measure.at_floor]
+            rows.append((words[name], measure.text(), floor, note))
+        return rows
+
+    def table(self) -> Table:
+        """A table for `rich`."""
+        from rich import box
+        from rich.table import Table
+
+        many = [_count(n) for n in (self.draws, self.reference_draws)]
+        shown = Table(
+            title=f"{self.posterior} ({many[0]}) against {self.reference} ({many[1]}), {self.inputs:,} inputs",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+        )
+        for head, side in (("measure", "left"), ("value", "right"), ("noise floor", "right"), ("", "left")):
+            shown.add_column(head, justify=side)  # type: ignore[arg-type]
+        for row in self._rows():
+            shown.add_row(*row)
+        return shown
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=180, color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def _count(draws: int | None) -> str:
+    return "closed form" if draws is None else f"{draws:,} draw{'s' * (draws != 1)}"
+
+
+def _shown(value: float, digits: int) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.{digits}g}".replace("-", "−") if abs(value) < 1e4 else f"{value:.1e}".replace("-", "−")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _measure(plain: Mapping[str, Any]) -> Measure:
+    return Measure(**{**plain, "value": math.nan if plain["value"] is None else plain["value"]})

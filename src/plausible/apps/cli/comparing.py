@@ -1,0 +1,189 @@
+"""`plausible compare`: run a study, show a progress bar and tables, write results.json and a page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from plausible.apps.cli.errors import Interrupted, note
+from plausible.apps.compare import page
+from plausible.apps.compare.published import PUBLISHED
+from plausible.apps.compare.runner import run, stored, write
+from plausible.apps.compare.study import Candidate, Cell, Study, candidate_of, preset, read
+from plausible.apps.compare.tables import HEADLINE, Summary, summarise
+
+MARKS = {"better": "▲", "worse": "▼", "no difference": "=", "": ""}
+SHORT = {"log_likelihood": "log-lik.", "rmse": "RMSE", "crps": "CRPS", "coverage_90": "in 90 %"}
+
+
+def study_of(
+    file: Path | None, name: str | None, datasets: Sequence[str], methods: Sequence[str], splits: str | None, **rest: Any
+) -> Study:
+    """The study of a file or a preset, narrowed or changed by options; or one made of options alone."""
+    if file is not None and name is not None:
+        raise ValueError("give a study file or --preset, not both")
+    if file is None and name is None and not (datasets and methods):
+        raise ValueError("nothing to compare: give a study file, --preset uci-small, or --datasets and --methods")
+    base = read(file) if file is not None else preset(name) if name is not None else None
+    changes = {key: value for key, value in rest.items() if value is not None}
+    if splits is not None:
+        changes["splits"] = _splits(splits)
+    if base is None:
+        return Study(tuple(datasets), tuple(map(candidate_of, methods)), **changes)
+    if datasets:
+        changes["datasets"] = tuple(datasets)
+    if methods:
+        known = {candidate.label: candidate for candidate in base.candidates}
+        changes["candidates"] = tuple(known.get(label) or _named(label, known) for label in methods)
+        if base.reference not in methods and "reference" not in changes:
+            changes["reference"] = None
+    return replace(base, **changes)
+
+
+def _named(label: str, known: dict[str, Candidate]) -> Candidate:
+    from plausible.methods import registry
+
+    if label not in registry:
+        raise ValueError(f"--methods: {label!r} is neither in the study ({', '.join(known)}) nor a method's name")
+    return candidate_of(label)
+
+
+def _splits(text: str) -> int | tuple[int, ...] | None:
+    if text == "all":
+        return None
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0 or found == (0,):
+        raise ValueError(f"--splits takes a number of splits, numbers from 0 with commas between, or all; got {text!r}")
+    return found[0] if len(found) == 1 else found
+
+
+def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet: bool, published: bool) -> bool:
+    """Run what is missing and show everything; False where a cell failed."""
+    _prepare(out, study, overwrite)
+    jobs = jobs if jobs is not None else _cores()
+    cells = list(study.cells())
+    if not cells:
+        raise ValueError("no split is left to run: the data sets have no splits of these numbers")
+    there = sum("metrics" in (stored(study, out, cell) or {}) for cell in cells)
+    if there and not quiet:
+        note(f"{there} of {len(cells)} fits are in {out} already")
+    try:
+        with _progress(len(cells), there, quiet) as told:
+            results = run(study, out, jobs=jobs, told=told)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; what was computed is in {out}, and the same command goes on from there") from None
+    summary = summarise(study, results)
+    write(out / "results.json", {"study": study.plain(), **summary.plain()})
+    page.write(out / "index.html", study, summary, published=published)
+    if not quiet:
+        show(study, summary, published=published)
+        note(f"results in {out / 'results.json'}, a page in {out / 'index.html'}")
+    failures = [(row.dataset, row.label, text) for row in summary.rows for text in row.failures]
+    for dataset, label, text in failures[:5]:
+        note(f"failed: {label} on {dataset}, {text}")
+    if len(failures) > 5:
+        note(f"and {len(failures) - 5} more; see results.json")
+    return not failures
+
+
+def _prepare(out: Path, study: Study, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, expected a folder")
+    record = out / "study.json"
+    if out.exists() and any(out.iterdir()) and not record.exists():
+        raise ValueError(f"--out {out} is not empty and holds no comparison: choose another folder")
+    if overwrite and record.exists():
+        for file in (out / "cells").rglob("*.json"):
+            file.unlink()
+    out.mkdir(parents=True, exist_ok=True)
+    list(study.cells())  # the data are there
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def _progress(total: int, there: int, quiet: bool) -> Any:
+    """A bar on a terminal; otherwise a line for each tenth."""
+    if quiet:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        marks = {round(total * k / 10) for k in range(1, 11)}
+
+        def told(done: int, _: int, cell: Cell, result: Any) -> None:
+            if done in marks or "error" in result:
+                note(f"{done} of {total} fits" + (f" ({cell} failed)" if "error" in result else ""))
+
+        yield told
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("fits", total=total, completed=there)
+        yield lambda done, _, cell, __: bar.update(task, completed=done, description=str(cell))
+
+
+def show(study: Study, summary: Summary, *, published: bool) -> None:
+    """A table for each data set on the terminal."""
+    printer = Console(markup=False, highlight=False, emoji=False)
+    if not printer.is_terminal:
+        printer = Console(markup=False, highlight=False, emoji=False, width=120)
+    for dataset in study.datasets:
+        rows = [row for row in summary.rows if row.dataset == dataset]
+        splits = max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0)
+        table = Table(title=f"{dataset}, {splits} splits", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for name in (*SHORT.values(), "seconds", "MiB"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            if not row.metrics:
+                table.add_row(row.label, *["failed" if row.failures else "–"] + ["–"] * 5)
+                continue
+            values = [
+                (row.metrics[k].text() + (f" {MARKS[row.differences[k].verdict]}" if k in row.differences else ""))
+                for k in SHORT
+            ]
+            peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
+            table.add_row(row.title, *values, f"{row.seconds:.1f}", peak)
+        if published and study.kind == "random":
+            for source, value in PUBLISHED["log_likelihood"][dataset].items():
+                other = PUBLISHED["rmse"][dataset].get(source)
+                table.add_row(f"({source})", _plain(value), "–" if other is None else _plain(other), "", "", "", "")
+        printer.print(table)
+    if len(study.candidates) > 1 and summary.ranks:
+        table = Table(
+            title=f"mean ranks over {summary.ranked} splits (1 is best)",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        table.add_column("method")
+        for name in HEADLINE:
+            table.add_column(SHORT[name], justify="right")
+        for candidate in study.candidates:
+            table.add_row(candidate.label, *(f"{summary.ranks[n][candidate.label]:.2f}" for n in HEADLINE))
+        printer.print(table)
+        printer.print(
+            f"± is the standard error over splits. ▲ better, ▼ worse than {summary.against} by the paired differences, = not to be "
+            "told apart (5 %, Student's t, corrected for splits that share their training rows). In brackets: published."
+        )
+
+
+def _plain(value: Any) -> str:
+    shown = f"{value.value:.2f}".replace("-", "−")
+    return shown if value.error != value.error else f"{shown} ± {value.error:.2f}"

@@ -1,0 +1,199 @@
+"""`plausible diagnose`: the chains of a run → a table, a verdict in plain words, figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plausible.apps.cli.errors import guarded, note
+
+if TYPE_CHECKING:
+    from plausible.apps.cli.runs import Record
+    from plausible.apps.report.verdicts import Verdict
+    from plausible.posteriors.base import DrawsPosterior
+
+ROWS = 50
+"""Inputs at which functions are judged at most, evenly spaced over the table."""
+
+
+@guarded
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    data: Annotated[
+        Path | None,
+        typer.Option(help=f"A table with the run's input columns: up to {ROWS} of its rows are looked at.", show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Rows of the table: those that have converged least.")] = 10,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw traces, ranks, autocorrelations, energies.", show_default=False)
+    ] = None,
+    arviz: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the draws as NetCDF, for arviz.", show_default=False)
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+) -> None:
+    """Say whether the chains of a run have converged: R̂, effective draws, standard errors, divergences, energies.
+
+    With --data in function space, f(x) at rows of the table, where permuting hidden units does not matter. Without it the table
+    shows the weights, and functions are judged by what the fit stored about its held-out rows.
+
+    Example: plausible diagnose run --data houses.csv --plots figures
+    """
+    from plausible.apps.cli import runs, view
+    from plausible.blocks.chains.convergence import summary_table
+    from plausible.posteriors.verdicts import judged
+
+    if top < 1:
+        raise ValueError(f"--top must be at least 1, got {top}")
+    record, posterior = runs.load(run)
+    chains = _chains(record, posterior)
+    x, rows = (None, []) if data is None else _inputs(record, data)
+    weights = chains.diagnostics()
+    found = _stored(run) or weights if x is None else chains.diagnostics(x)
+    table = summary_table(chains, x).worst(top)
+    if x is not None:  # in words of the file: the network's output at a row
+        names = (re.sub(r"^f\(x(\d+)\)", lambda found: f"f(row {rows[int(found[1])]})", name) for name in table.names)
+        table = replace(table, names=tuple(names))
+    console = view.console()
+    if markdown:
+        typer.echo(table.to_markdown())
+    elif console.is_terminal:
+        console.print(table)
+    else:
+        typer.echo(str(table))
+    typer.echo("")
+    for line in numbers(found, weights):
+        typer.echo(line)
+    typer.echo("")
+    functions = x is not None or found is not weights
+    for verdict in judged(found, weights if functions else None, functions=functions):
+        typer.echo(said(verdict))
+    if plots is not None:
+        note(f"figures: {', '.join(str(path) for path in _drawn(chains, x, plots))}")
+    if arviz is not None:
+        note(f"draws: {_exported(chains, x, arviz)}")
+
+
+def said(verdict: Verdict, full: bool = True) -> str:
+    """A verdict in one paragraph; not `full`: without the reasons, and without advice where there is nothing to do."""
+    parts = (verdict.headline, verdict.detail if full else "", verdict.advice)
+    return " ".join(part for part in parts if part)
+
+
+def numbers(found: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
+    """What is known of the run as a whole, in a few lines."""
+    lines = []
+    if "rhat" in found:
+        where = "f(x)" if found is not weights else "weights"
+        beside = f" (weights: {weights['rhat']:.3f})" if found is not weights and "rhat" in weights else ""
+        lines.append(
+            f"{where}: worst R̂ {found['rhat']:.3f}{beside}, effective draws at least {found['ess_bulk']:,.0f} in the bulk and "
+            f"{found['ess_tail']:,.0f} in the tails"
+        )
+    words = {
+        "divergences": "divergences {:,}",
+        "acceptance": "acceptance {:.2f}",
+        "step_size": "step size {:.3g}",
+        "leapfrogs": "gradients a transition {:,.0f}",
+        "ebfmi": "least E-BFMI {:.2f}",
+    }
+    told = [form.format(found[name]) for name, form in words.items() if found.get(name) is not None and "acceptance" in found]
+    if told:
+        lines.append("transitions: " + ", ".join(told))
+    if "seconds" in found:
+        rate = f", {found['ess_per_second']:,.1f} effective draws a second" if "ess_per_second" in found else ""
+        lines.append(f"time: {found['seconds']:,.3g} s{rate}")
+    return lines
+
+
+def after_fit(diagnostics: Mapping[str, Any]) -> list[str]:
+    """Notes about convergence in function space when a fit has ended; none for methods without chains."""
+    from plausible.posteriors.verdicts import judged
+
+    if diagnostics.get("rhat") is None:
+        return []
+    apart = diagnostics.get("rhat_weights")
+    return [said(one, full=False) for one in judged(diagnostics, None if apart is None else {"rhat": apart})]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _chains(record: Record, posterior: Any) -> DrawsPosterior:
+    from plausible.apps.report.words import plural
+    from plausible.posteriors.base import DrawsPosterior
+    from plausible.posteriors.summaries import LEAST
+
+    if isinstance(posterior, DrawsPosterior) and len(posterior) // posterior.chains >= LEAST:
+        return posterior
+    what = plural(len(posterior), "draw") if isinstance(posterior, DrawsPosterior) else "no stored draws"
+    raise ValueError(
+        f"a run by {record.method} with {what} has no chains to diagnose; samplers such as nuts, hmc and sgld have some"
+    )
+
+
+def _inputs(record: Record, data: Path) -> tuple[Any, list[int]]:
+    """Some rows of the table as inputs of the network, and their numbers in the file."""
+    import numpy as np
+    import torch
+
+    from plausible.apps.cli.files import read_table
+
+    table = read_table(data)
+    features = record.preprocessor.transform(table)
+    for line in features.notes:
+        note(line)
+    if not len(features.inputs):
+        raise ValueError(f"every row of {data} has missing values, and this run leaves such rows out")
+    places = np.unique(np.linspace(0, len(features.inputs) - 1, ROWS).astype(int))
+    numbered = table[record.preprocessor.names[0]]
+    rows = [numbered.row(int(row)) for row in np.flatnonzero(features.kept)[places]]
+    return torch.from_numpy(features.inputs[places]), rows
+
+
+def _stored(run: Path) -> dict[str, Any] | None:
+    """Diagnostics of function values that the fit stored, where it has."""
+    from plausible.apps.report.stored import RECORD, Evidence
+
+    found = dict(Evidence.read(run).diagnostics) if (run / RECORD).is_file() else {}
+    return found if found.get("rhat") is not None else None
+
+
+def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
+    from experiments.figures import new, save
+    from plausible.apps import plots
+    from plausible.posteriors.summaries import has_momenta
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--plots {folder} is a file; name a folder")
+    wanted: dict[str, Any] = {"trace": lambda ax: plots.trace(chains, x, ax=ax)}
+    if chains.chains > 1:
+        wanted["rank"] = lambda ax: plots.rank(chains, x, ax=ax)
+    wanted["autocorrelation"] = lambda ax: plots.autocorrelation(chains, x, ax=ax)
+    if has_momenta(chains, getattr(chains, "statistics", {})):
+        wanted["energy"] = lambda ax: plots.energy(chains, ax=ax)
+    files = []
+    for name, draw in wanted.items():
+        try:
+            figure, ax = new()
+        except ImportError as error:
+            raise ValueError(f"--plots: {error}") from error
+        draw(ax)
+        files += save(figure, folder / name, ("png",))
+    return files
+
+
+def _exported(chains: DrawsPosterior, x: Any, path: Path) -> Path:
+    try:
+        found = chains.to_arviz(x)
+    except ImportError as error:
+        raise ValueError(f"--arviz: {error}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.to_netcdf(str(path))
+    return path

@@ -1,0 +1,98 @@
+"""`plausible evidence`: saved runs of the same data, compared by the evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plausible.apps.cli.errors import guarded, note
+
+if TYPE_CHECKING:
+    from plausible.analysis.evidence import Comparison
+
+
+@guarded
+def evidence(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of two runs or more.", show_default=False)],
+    prior: Annotated[
+        str | None, typer.Option(metavar="P,Q", help="Prior probabilities, one for each run.", show_default="all alike")
+    ] = None,
+    symmetries: Annotated[
+        bool, typer.Option("--symmetries", help="Count modes that are copies of the one found.", show_default=False)
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw evidence against the held-out log-likelihood.", show_default=False)
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+) -> None:
+    """Compare runs of the same data by their evidence: Bayes factors, and the probability of each model given the data.
+
+    For runs of laplace, and of variational methods, whose evidence is a lower bound.
+
+    Example: plausible evidence narrow wide --plot evidence.png
+    """
+    from plausible.apps.cli import view
+
+    console = view.console()
+    found, held_out = opened(runs, _numbers(prior, len(runs)), symmetries)
+    if markdown:
+        typer.echo(found.to_markdown())
+    elif console.is_terminal:
+        console.print(found)
+    else:
+        typer.echo(str(found))
+    if plot is not None:
+        note(f"figure: {_drawn(found, held_out, plot)}")
+
+
+def opened(runs: list[Path], prior: list[float] | None, symmetries: bool) -> tuple[Comparison, dict[str, float | None]]:
+    """The runs compared, and the held-out log-likelihood of each where it has one."""
+    from plausible.analysis.evidence import compare
+    from plausible.apps.cli.runs import load
+    from plausible.core.storage import read_json
+
+    names = [str(run) for run in runs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(repeated)} is named twice; give different runs")
+    loaded = {name: load(run) for name, run in zip(names, runs)}
+    first = loaded[names[0]][0]
+    for name, (record, _) in loaded.items():
+        if record.target.to_dict() != first.target.to_dict() or record.rows != first.rows:
+            raise ValueError(
+                f"evidence compares models of the same data: {names[0]} and {name} have other targets or training rows; fit them "
+                "to the same table with the same --seed, --test-fraction and --missing"
+            )
+    held_out: dict[str, float | None] = {}
+    for name, run in zip(names, runs):
+        path = run / "metrics.json"
+        held_out[name] = read_json(path)["log_likelihood"] if path.is_file() else None
+    return compare({name: own for name, (_, own) in loaded.items()}, prior, symmetries=symmetries), held_out
+
+
+def _numbers(text: str | None, count: int) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count:
+        raise ValueError(f"--prior takes {count} numbers with commas between, one for each run, got {text!r}")
+    return found
+
+
+def _drawn(found: Comparison, held_out: dict[str, float | None], path: Path) -> Path:
+    from experiments.figures import new, save
+
+    missing = [name for name, value in held_out.items() if value is None]
+    if missing:
+        raise ValueError(f"--plot needs held-out rows, and {', '.join(missing)} has none; fit with --test-fraction above 0")
+    figure, ax = new()
+    from plausible.apps.plots import models as draw
+
+    values: Any = held_out
+    draw(found, values, ax=ax)
+    return save(figure, path.with_suffix(""), (path.suffix.lstrip(".") or "png",))[0]

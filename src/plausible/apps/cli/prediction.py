@@ -1,0 +1,102 @@
+"""`plausible predict`: a saved run and a new table → one row of predictions for each row of the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from plausible.apps.cli import runs
+from plausible.apps.cli.errors import note
+from plausible.apps.cli.files import read_table, write_csv
+from plausible.apps.cli.scores import class_probs
+from plausible.apps.cli.targets import Target
+from plausible.apps.tables import listed
+
+if TYPE_CHECKING:
+    from plausible.posteriors.predictive import Predictive
+
+
+def columns(target: Target, predictive: Predictive, level: float) -> dict[str, list[Any]]:
+    """Predictions as named columns, prefixed by the target's name where there are several.
+
+    Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,
+    p_<class>, entropy, mutual_information (nats).
+    """
+    found: dict[str, list[Any]] = {}
+    prefixes = [f"{name}_" if len(target.names) > 1 else "" for name in target.names]
+    if target.classes:
+        probs = class_probs(target, predictive)
+        entropy, information = (
+            value.cpu().reshape(len(value), -1) for value in (predictive.entropy, predictive.mutual_information)
+        )
+        for index, (prefix, labels) in enumerate(zip(prefixes, target.classes)):
+            found[f"{prefix}prediction"] = [labels[code] for code in probs[index].argmax(-1).tolist()]
+            for code, label in enumerate(labels):
+                found[f"{prefix}p_{label}"] = probs[index][:, code].tolist()
+            found[f"{prefix}entropy"] = entropy[:, index].tolist()
+            found[f"{prefix}mutual_information"] = information[:, index].tolist()
+        return found
+    lower, upper = predictive.interval(level)
+    parts = {
+        "mean": predictive.mean,
+        "std": predictive.std,
+        "epistemic": predictive.epistemic,
+        "aleatoric": predictive.aleatoric,
+        "lower": lower,
+        "upper": upper,
+    }
+    for index, prefix in enumerate(prefixes):
+        for name, value in parts.items():
+            found[f"{prefix}{name}"] = value[:, index].cpu().tolist()
+    return found
+
+
+def predict(
+    run: Path,
+    data: Path,
+    out: Path | None,
+    *,
+    level: float,
+    draws: int | None,
+    seed: int,
+    strict: bool,
+    overwrite: bool,
+    device: str,
+) -> int:
+    """Predict every row of `data` and write them in its order; `out=None` is stdout. Returns the number of rows."""
+    if not 0 < level < 1:
+        raise ValueError(f"--level must be between 0 and 1, got {level}; 0.9 is a 90 % interval")
+    if draws is not None and draws < 1:
+        raise ValueError(f"--draws must be at least 1, got {draws}")
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a folder; name a file")
+    if out is not None and out.exists() and not overwrite:
+        raise ValueError(f"--out {out} exists; choose another file or add --overwrite")
+    record = runs.read_record(run)
+    table = read_table(data)
+    extra = [name for name in table.columns if name not in record.preprocessor.names]
+    if extra:
+        note(f"columns not used by this run: {listed(extra, 10)}")
+    features = record.preprocessor.transform(table, strict=strict)
+    for line in features.notes:
+        note(line)
+    skipped = int((~features.kept).sum())
+    if skipped == table.rows:
+        raise ValueError(f"every row of {data} has missing values, and this run leaves such rows out")
+    if skipped:
+        note(f"{skipped} of {table.rows} rows with missing values get empty cells (the run was fitted by --missing drop)")
+    _, posterior = runs.load(run, device)
+    predictive = record.target.restore(posterior.predict(torch.from_numpy(features.inputs), draws=draws, seed=seed))
+    found = columns(record.target, predictive, level)
+    if skipped:
+        places = np.flatnonzero(features.kept)
+        for name, values in found.items():
+            spread: list[Any] = [None] * table.rows
+            for place, value in zip(places, values):
+                spread[place] = value
+            found[name] = spread
+    write_csv(out, found)
+    return table.rows

@@ -1,0 +1,67 @@
+"""Methods from words: `--method ensemble --epochs 50 --set members=10` → `Ensemble(MAP(epochs=50), members=10)`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def parse(text: str) -> tuple[str, Any]:
+    """`key=value` → the key and the value: a number, true, false, none, text, or several of these with commas between.
+
+    `optimiser` takes a name (`sgd`); objects of the library can be written as they are stored, in JSON:
+    `lr={"type": "schedules.Cosine", "start": 0.01}`.
+    """
+    key, equals, value = text.partition("=")
+    key = key.strip().replace("-", "_")
+    if not equals or not key:
+        raise ValueError(f"--set takes key=value, got {text!r}; for example --set members=10")
+    if value.lstrip().startswith("{"):
+        return key, stored(key, value)
+    if key.split(".")[-1] == "optimiser":
+        from plausible.core.optimisers import as_optimiser
+
+        return key, as_optimiser(value.strip().lower())
+    parts = [literal(part.strip()) for part in value.split(",")]
+    return key, parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def stored(key: str, text: str) -> Any:
+    """An object of the library from its JSON."""
+    from plausible.core import serialise
+
+    try:
+        return serialise.decode(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--set {key}: {text!r} is not JSON ({error})") from error
+
+
+def literal(text: str) -> Any:
+    """A word as the plainest value it can be."""
+    words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def build(name: str, options: Mapping[str, Any], extras: Iterable[str] = ()) -> Any:
+    """The method called `name` with its settings.
+
+    A combinator (a method with a setting `method`) keeps the settings that are its own and hands the others to the
+    method inside: `epochs` of an ensemble are those of its members. `method=sgld` chooses the method inside.
+    """
+    settings = {key: value for key, value in options.items() if value is not None}
+    for extra in extras:
+        key, value = parse(extra)
+        if key in settings:
+            raise ValueError(f"{key} is given twice: by --set and by --{key.replace('_', '-')}")
+        settings[key] = value
+    from plausible.methods.assembling import assemble
+
+    return assemble(name, settings)

@@ -1,0 +1,153 @@
+"""Tables on the terminal: scores, methods and their settings, saved runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from plausible.apps.cli.runs import Record
+
+LABELS = {
+    "log_likelihood": "log-likelihood (nats per row)",
+    "rmse": "RMSE",
+    "mae": "MAE",
+    "accuracy": "accuracy",
+    "brier": "Brier score",
+    "ece": "calibration error (ECE, 15 bins)",
+    "classwise_ece": "the same for each class, averaged",
+    "calibrated_log_loss": "log loss at a fitted temperature",
+    "aurc": "risk averaged over coverage (AURC)",
+    "crps": "CRPS",
+    "quantile_calibration": "calibration error of quantiles",
+}
+
+
+def console() -> Console:
+    """Standard output, with column and class names taken literally."""
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def label(key: str) -> str:
+    """The words for a score."""
+    kind, _, level = key.rpartition("_")
+    words = {"coverage": f"inside the {level} % interval", "width": f"mean width of the {level} % interval"}
+    return words[kind] if kind in words else LABELS[key]
+
+
+def number(key: str, value: float) -> str:
+    """A score as text: shares as percentages, the rest with four digits."""
+    if key.startswith(("coverage_", "accuracy")):
+        return f"{100 * value:.1f} %"
+    if value == 0 or not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.4g}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
+    """Held-out scores, a column for each target."""
+    if metrics is None:
+        console().print("no held-out rows (--test-fraction 0), so no scores")
+        return
+    names = list(metrics["targets"])
+    table = Table(
+        title=f"{metrics['rows']} held-out row{'s' * (metrics['rows'] > 1)}, {record.method}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("score")
+    for name in names:
+        table.add_column(name, justify="right")
+    total = number("log_likelihood", metrics["log_likelihood"])
+    words = label("log_likelihood") + (", all targets together" if len(names) > 1 else "")
+    table.add_row(words, total, *[""] * (len(names) - 1))
+    for key in metrics["targets"][names[0]]:
+        table.add_row(label(key), *(number(key, metrics["targets"][name][key]) for name in names))
+    console().print(table)
+
+
+def run(folder: Path, record: Record) -> None:
+    """What a saved run is, and its scores."""
+    target = record.target
+    table = Table(show_header=False, box=box.SIMPLE, title=f"run {folder}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("task", f"{target.task}, {target.likelihood} likelihood")
+    table.add_row("target", ", ".join(target.names))
+    for name, classes in zip(target.names, target.classes):
+        table.add_row("classes" if len(target.names) == 1 else f"classes of {name}", ", ".join(classes))
+    table.add_row("input columns", ", ".join(record.preprocessor.names))
+    layers = (len(record.preprocessor.features), *record.hidden, target.outputs)
+    table.add_row("network", f"{'-'.join(map(str, layers))}, {record.activation}")
+    table.add_row("method", record.method)
+    table.add_row("settings", settings_text(record.settings))
+    table.add_row("rows", f"{record.rows['train']} for training, {record.rows['heldout']} held out")
+    table.add_row("missing values", record.preprocessor.missing)
+    table.add_row("seed", str(record.seed))
+    table.add_row("written by", f"plausible {record.version}")
+    console().print(table)
+    for line in record.preprocessor.notes:
+        console().print(f"note: {line}")
+    if (folder / "metrics.json").is_file():
+        from plausible.core.storage import read_json
+
+        scores(record, read_json(folder / "metrics.json"))
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Nested settings in one paragraph: `epochs=20, method=(…)`."""
+    parts = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            kind = f"{value['type']} " if "type" in value else ""
+            value = f"{kind}({settings_text({k: v for k, v in value.items() if k != 'type'})})"
+        elif not isinstance(value, str):
+            value = json.dumps(value)
+        parts.append(f"{key}={value}")
+    return ", ".join(parts)
+
+
+def methods() -> None:
+    """All registered methods, a line each."""
+    from plausible import methods as known
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("method", "kind", "what it does"):
+        table.add_column(heading)
+    for name, method_class in sorted(known.registry.items()):
+        table.add_row(name, kind(method_class), method_class.summary())
+    console().print(table)
+    console().print("plausible methods NAME shows the settings; plausible fit --method NAME --set key=value uses them")
+
+
+def kind(method_class: Any) -> str:
+    """Combinator, sampler, optimiser …: from the settings and the declared traits."""
+    if "method" in {field.name for field in dataclasses.fields(method_class)}:
+        return "combinator"
+    if not method_class.traits.trains:
+        return "post hoc"
+    thins = {"burn_in", "thin"} & {field.name for field in dataclasses.fields(method_class)}
+    return "sampler" if thins or method_class.verb == "sample" else "optimiser"
+
+
+def method(name: str) -> None:
+    """The documentation and the settings of one method."""
+    from plausible import methods as known
+
+    chosen = known.create(name)
+    text = inspect.cleandoc(type(chosen).__doc__ or "")
+    console().print(text, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("setting")
+    table.add_column("default")
+    for field in dataclasses.fields(chosen):  # type: ignore[arg-type]
+        table.add_row(field.name, repr(getattr(chosen, field.name)))
+    console().print(table)

@@ -1,0 +1,300 @@
+"""What to compare: methods × data sets × splits, from a TOML file, a preset, or the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plausible.apps.tables import listed, nearest
+
+LIKELIHOODS = ("gaussian", "heteroscedastic", "student-t")
+ACTIVATIONS = ("relu", "tanh", "silu", "gelu")
+KEYS = ("title", "datasets", "splits", "kind", "seed", "reference", "methods")
+MODEL_KEYS = ("method", "likelihood", "prior_scale", "hidden", "activation", "grid", "validation")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the comparison: a method with its settings, and the model it is given.
+
+    `grid` maps settings to lists of values: the combination with the best log-likelihood on `validation` of the *training*
+    rows is fitted again to all of them. The test rows are never looked at for that.
+    """
+
+    label: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    likelihood: str = "gaussian"
+    prior_scale: float = 1.0
+    hidden: tuple[int, ...] | None = None
+    activation: str = "relu"
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    validation: float = 0.2
+
+    def variants(self) -> list[dict[str, Any]]:
+        """The combinations of the grid, as settings that override; one empty one without a grid."""
+        return [dict(zip(self.grid, values)) for values in itertools.product(*self.grid.values())]
+
+    def with_(self, changes: Mapping[str, Any]) -> Candidate:
+        """The candidate with these settings, some of which may be the model's."""
+        model = {k: v for k, v in changes.items() if k in MODEL_KEYS}
+        settings = {**self.settings, **{k: v for k, v in changes.items() if k not in MODEL_KEYS}}
+        plain = {"likelihood": self.likelihood, "prior_scale": self.prior_scale, "hidden": self.hidden}
+        plain |= {"activation": self.activation, **model}
+        return Candidate(self.label, self.method, settings, **plain)  # type: ignore[arg-type]
+
+    def build(self) -> Any:
+        """The method itself."""
+        from plausible.core import serialise
+        from plausible.methods.assembling import assemble
+
+        decoded = {k: serialise.decode(v) if isinstance(v, Mapping) else v for k, v in self.settings.items()}
+        return assemble(self.method, decoded)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "method": self.method,
+            "settings": dict(self.settings),
+            "likelihood": self.likelihood,
+            "prior_scale": self.prior_scale,
+            "hidden": self.hidden,
+            "activation": self.activation,
+            "grid": {k: list(v) for k, v in self.grid.items()},
+            "validation": self.validation,
+        }
+
+
+class Cell(NamedTuple):
+    """One fit: a candidate on one split of one data set."""
+
+    dataset: str
+    split: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.dataset}, split {self.split}, {self.label}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison: candidates × data sets × splits. `splits` None means all that were published; `kind` "random" or "gap"."""
+
+    datasets: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    splits: tuple[int, ...] | int | None = None
+    kind: str = "random"
+    seed: int = 0
+    title: str = "Comparison"
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        from plausible.apps.datasets.catalogue import UCI
+
+        known = [entry.name for entry in UCI]
+        _need(bool(self.datasets), "datasets: at least one is needed")
+        _need(bool(self.candidates), "methods: at least one is needed")
+        for name in self.datasets:
+            _need(name in known, f"datasets: {name!r} is not a UCI set{nearest(name, known)}; known: {listed(known, 20)}")
+        _need(len(set(self.datasets)) == len(self.datasets), "datasets: one is named twice")
+        _need(self.kind in ("random", "gap"), f"kind must be 'random' or 'gap', got {self.kind!r}")
+        labels = [candidate.label for candidate in self.candidates]
+        _need(len(set(labels)) == len(labels), "methods: two have the same label")
+        _need(isinstance(self.title, str), f"title must be text, got {self.title!r}")
+        _need(_is_count(self.seed, 0), f"seed must be a whole number of at least 0, got {self.seed!r}")
+        if self.reference is not None:
+            _need(self.reference in labels, f"reference: no method is called {self.reference!r}; there are {listed(labels)}")
+        for candidate in self.candidates:
+            _check(candidate)
+
+    @property
+    def against(self) -> str:
+        """The candidate that the others are compared with: the reference, or the first."""
+        return self.reference or self.candidates[0].label
+
+    def candidate(self, label: str) -> Candidate:
+        """The candidate of this label."""
+        return next(candidate for candidate in self.candidates if candidate.label == label)
+
+    def cells(self) -> Iterator[Cell]:
+        """All fits, split by split, so that an interrupted study has compared everything on some splits."""
+        from plausible.apps.datasets.catalogue import entry
+
+        sizes = {name: num_splits(entry(name).name, self.kind) for name in self.datasets}
+        for split in range(max(sizes.values())):
+            for name in self.datasets:
+                if split < sizes[name] and self._wanted(split):
+                    for candidate in self.candidates:
+                        yield Cell(name, split, candidate.label)
+
+    def _wanted(self, split: int) -> bool:
+        if isinstance(self.splits, int):
+            return split < self.splits
+        return self.splits is None or split in self.splits
+
+    def fingerprint(self, cell: Cell) -> str:
+        """What a cell's result depends on; a stored result with another one is computed again."""
+        text = json.dumps([cell.dataset, cell.split, self.kind, self.seed, self.candidate(cell.label).plain()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "title": self.title,
+            "datasets": list(self.datasets),
+            "kind": self.kind,
+            "seed": self.seed,
+            "splits": list(self.splits) if isinstance(self.splits, tuple) else self.splits,
+            "reference": self.reference,
+            "methods": {c.label: c.plain() for c in self.candidates},
+        }
+
+
+def num_splits(name: str, kind: str) -> int:
+    """How many splits of this kind a data set has."""
+    from plausible.apps import datasets
+
+    table = datasets.uci(name)
+    return len(table.splits if kind == "random" else table.gap_splits)
+
+
+def presets() -> list[str]:
+    """The names of the studies that come with the library."""
+    return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    """The TOML of a preset."""
+    if name not in presets():
+        raise ValueError(f"preset {name!r} is not known{nearest(name, presets())}; there are {listed(presets())}")
+    return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def preset(name: str) -> Study:
+    """A study that comes with the library."""
+    return parse(preset_text(name), f"preset {name}")
+
+
+def read(path: str | Path) -> Study:
+    """A study from a TOML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "the study") -> Study:
+    """A study from TOML; every error names the place."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source} is not valid TOML: {error}") from error
+    try:
+        _refuse_unknown(raw, KEYS, "")
+        _need("datasets" in raw, "datasets is missing: a list of names such as ['yacht', 'boston']")
+        methods = raw.get("methods")
+        _need(
+            isinstance(methods, dict) and bool(methods), "methods is missing: tables such as [methods.map] with method = 'map'"
+        )
+        splits = raw.get("splits")
+        if isinstance(splits, list):
+            _need(bool(splits) and all(_is_count(s, 0) for s in splits), f"splits must be whole numbers from 0, got {splits}")
+            splits = tuple(splits)
+        elif splits == "all":
+            splits = None
+        elif splits is not None:
+            _need(_is_count(splits, 1), f"splits must be a number of splits, a list of them or 'all', got {splits!r}")
+        return Study(
+            datasets=_names(raw["datasets"]),
+            candidates=tuple(_candidate(label, table) for label, table in methods.items()),  # type: ignore[union-attr]
+            splits=splits,
+            **{k: raw[k] for k in ("kind", "seed", "title", "reference") if k in raw},
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def candidate_of(name: str, extras: Mapping[str, Any] | None = None) -> Candidate:
+    """A method by its name with default settings, as the command line names it."""
+    return Candidate(name, name, dict(extras or {}))
+
+
+def _candidate(label: str, table: Any) -> Candidate:
+    _need(isinstance(table, dict), f"methods.{label} must be a table, got {table!r}")
+    table = {key.replace("-", "_"): value for key, value in table.items()}
+    own = {key: table.pop(key) for key in MODEL_KEYS if key in table}
+    own.setdefault("method", label)
+    grid = own.pop("grid", {})
+    _need(isinstance(grid, dict), f"methods.{label}.grid must be a table of lists, got {grid!r}")
+    for key, values in grid.items():
+        _need(isinstance(values, list) and bool(values), f"methods.{label}.grid.{key} must be a list of values, got {values!r}")
+    if "hidden" in own:
+        own["hidden"] = _widths(label, own["hidden"])
+    values = {k.replace("-", "_"): tuple(_widths(label, v) if k == "hidden" else v for v in vs) for k, vs in grid.items()}
+    return Candidate(label, settings=table, grid=values, **own)
+
+
+def _check(candidate: Candidate) -> None:
+    """Every variant of the grid can be built; an error names the candidate."""
+    where = f"methods.{candidate.label}"
+    share = candidate.validation
+    _need(
+        isinstance(share, float) and 0 < share < 1, f"{where}.validation must lie between 0 and 1, got {candidate.validation}"
+    )
+    for changes in candidate.variants():
+        variant = candidate.with_(changes)
+        scale = variant.prior_scale
+        _need(
+            isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale) and 1e-30 < scale < 1e30,
+            f"{where}.prior_scale must be a positive number of a size that floats can square, got {scale!r}",
+        )
+        for name, value, known in (
+            ("likelihood", variant.likelihood, LIKELIHOODS),
+            ("activation", variant.activation, ACTIVATIONS),
+        ):
+            _need(value in known, f"{where}.{name}: {value!r} is not known; there are {', '.join(known)}")
+        try:
+            variant.build()
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
+def _folder() -> Any:
+    return resources.files("plausible.apps.compare") / "presets"
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    _need(
+        isinstance(value, list) and all(isinstance(v, str) for v in value), f"datasets must be a list of names, got {value!r}"
+    )
+    return tuple(value)
+
+
+def _widths(label: str, value: Any) -> tuple[int, ...]:
+    widths = [value] if isinstance(value, int) else value
+    good = isinstance(widths, Sequence) and not isinstance(widths, str) and all(_is_count(w, 1) for w in widths)
+    _need(good, f"methods.{label}.hidden must be layer widths such as [50], got {value!r}")
+    return tuple(widths)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in raw:
+        _need(key in known, f"{where}{key} is not known{nearest(key, known)}; known: {', '.join(known)}")
+
+
+def _need(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,238 @@
+"""What the cells say: means with standard errors, paired differences, ranks.
+
+The 20 splits of a data set share most of their training rows, so differences on them are not independent. The standard error
+σ/√J of a mean over J splits, which the literature prints, is kept for the columns; whether one method is *better* than
+another is judged by the corrected one, √((1/J + n_test/n_train) σ²), of their paired differences (Nadeau and Bengio 2003), against
+Student's t with J − 1 degrees of freedom at 5 %, two-sided.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from plausible.apps.compare.study import Cell, Study
+
+HIGHER_IS_BETTER = {
+    "log_likelihood": True,
+    "rmse": False,
+    "mae": False,
+    "crps": False,
+    "aurc": False,
+    "quantile_calibration": False,
+}
+T_975 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
+"""The 97.5 % quantiles of Student's t with 1, 2, … 30 degrees of freedom."""
+
+HEADLINE = ("log_likelihood", "rmse", "crps")
+SHOWN = (*HEADLINE, "coverage_90", "quantile_calibration")
+
+
+class Mean(NamedTuple):
+    """A mean over splits and its standard error (NaN for one split)."""
+
+    value: float
+    error: float
+    splits: int
+
+    def text(self, digits: int = 2) -> str:
+        """`−2.41 ± 0.06`; as many digits as the error asks for, at least `digits`."""
+        if not self.splits:
+            return "–"
+        if not math.isfinite(self.value) or abs(self.value) >= 1e5:
+            return f"{self.value:.3g}".replace("-", "−")
+        if math.isfinite(self.error) and self.error > 0:
+            digits = max(digits, min(6, 1 - math.floor(math.log10(self.error)) if self.error < 0.1 else digits))
+        shown = f"{self.value:.{digits}f}".replace("-", "−")
+        return shown if math.isnan(self.error) else f"{shown} ± {self.error:.{digits}f}"
+
+
+class Difference(NamedTuple):
+    """A mean paired difference (method less reference), its corrected standard error, and the verdict by Student's t."""
+
+    value: float
+    error: float
+    splits: int
+    verdict: str  # "better", "worse", "no difference", or "" where there are too few splits
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one data set."""
+
+    dataset: str
+    label: str
+    metrics: Mapping[str, Mean]
+    differences: Mapping[str, Difference]
+    seconds: float
+    peak_bytes: float | None
+    failures: tuple[str, ...]
+    missing: int
+
+    @property
+    def title(self) -> str:
+        """The label, with what is left out of the means."""
+        wanted = len(self.failures) + self.missing + self.splits
+        return self.label if self.splits == wanted or not self.splits else f"{self.label} ({self.splits} of {wanted} splits)"
+
+    @property
+    def splits(self) -> int:
+        """Splits with a result."""
+        return next((value.splits for value in self.metrics.values()), 0)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rows, the mean rank of each method by each headline metric, and how many splits it was ranked on."""
+
+    rows: tuple[Row, ...]
+    ranks: Mapping[str, Mapping[str, float]]
+    ranked: int
+    against: str
+
+    def row(self, dataset: str, label: str) -> Row:
+        """The row of one method on one data set."""
+        return next(row for row in self.rows if (row.dataset, row.label) == (dataset, label))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        rows = [
+            {
+                "dataset": row.dataset,
+                "method": row.label,
+                "metrics": {k: v._asdict() for k, v in row.metrics.items()},
+                f"differences from {self.against}": {k: v._asdict() for k, v in row.differences.items()},
+                "seconds": row.seconds,
+                "peak_bytes": row.peak_bytes,
+                "failures": list(row.failures),
+                "missing": row.missing,
+            }
+            for row in self.rows
+        ]
+        return {"rows": rows, "mean_ranks": {k: dict(v) for k, v in self.ranks.items()}, "ranked_splits": self.ranked}
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Mean and standard error σ/√J."""
+    if not values:
+        return Mean(math.nan, math.nan, 0)
+    spread = len(values) > 1 and all(map(math.isfinite, values))
+    error = statistics.stdev(values) / math.sqrt(len(values)) if spread else math.nan
+    return Mean(sum(values) / len(values), error, len(values))
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], ratio: float, higher: bool) -> Difference:
+    """The paired difference ours − theirs over splits with test rows per training row `ratio`, judged at 5 %, two-sided."""
+    gaps = [0.0 if a == b else a - b for a, b in zip(ours, theirs, strict=True)]
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+        return Difference(sum(gaps) / len(gaps) if gaps else math.nan, math.nan, len(gaps), "")
+    value, spread = statistics.fmean(gaps), statistics.variance(gaps)
+    error = math.sqrt((1 / len(gaps) + ratio) * spread)
+    freedom = len(gaps) - 1
+    if abs(value) <= (T_975[freedom - 1] if freedom <= len(T_975) else 1.96 + 2.4 / freedom) * error or value == 0:
+        verdict = "no difference"
+    else:
+        verdict = "better" if (value > 0) == higher else "worse"
+    return Difference(value, error, len(gaps), verdict)
+
+
+def summarise(study: Study, results: Mapping[Cell, Mapping[str, Any]]) -> Summary:
+    """Rows and ranks from the cells that there are; missing and failed ones are counted."""
+    rows = []
+    good = {cell: result for cell, result in results.items() if "metrics" in result}
+    for dataset in study.datasets:
+        wanted = sorted({cell.split for cell in study.cells() if cell.dataset == dataset})
+        for candidate in study.candidates:
+            label = candidate.label
+            own = {s: good[Cell(dataset, s, label)] for s in wanted if Cell(dataset, s, label) in good}
+            base = {s: good[Cell(dataset, s, study.against)] for s in own if Cell(dataset, s, study.against) in good}
+            names = list(next(iter(own.values()))["metrics"]) if own else []
+            failures = [
+                f"split {s}: {results[Cell(dataset, s, label)]['error']}"
+                for s in wanted
+                if "error" in results.get(Cell(dataset, s, label), {})
+            ]
+            values = {n: [float(r["metrics"][n]) for r in own.values()] for n in names}
+            ratio = statistics.fmean(r["test_rows"] / r["train_rows"] for r in own.values()) if own else 0.0
+            differences = {}
+            if label != study.against:
+                for n in HEADLINE:
+                    if n in values and base:
+                        pairs = [(float(own[s]["metrics"][n]), float(base[s]["metrics"][n])) for s in base]
+                        ours, theirs = zip(*pairs)
+                        differences[n] = difference(ours, theirs, ratio, HIGHER_IS_BETTER[n])
+            peaks = [r["peak_bytes"] for r in own.values() if r.get("peak_bytes") is not None]
+            rows.append(
+                Row(
+                    dataset,
+                    label,
+                    {n: mean(v) for n, v in values.items()},
+                    differences,
+                    statistics.fmean(sum(r["seconds"].values()) for r in own.values()) if own else math.nan,
+                    max(peaks) if peaks else None,
+                    tuple(failures),
+                    len(wanted) - len(own) - len(failures),
+                )
+            )
+    ranks, count = _ranks(study, good)
+    return Summary(tuple(rows), ranks, count, study.against)
+
+
+def _ranks(study: Study, good: Mapping[Cell, Mapping[str, Any]]) -> tuple[dict[str, dict[str, float]], int]:
+    """Mean ranks (1 is best, ties share) over the splits on which every method has a result, data sets weighing equally."""
+    labels = [candidate.label for candidate in study.candidates]
+    complete: dict[str, list[int]] = {}
+    for dataset, split in dict.fromkeys((cell.dataset, cell.split) for cell in good):
+        if all(Cell(dataset, split, label) in good for label in labels):
+            complete.setdefault(dataset, []).append(split)
+    ranks: dict[str, dict[str, float]] = {}
+    for name in HEADLINE:
+        totals = {label: [] for label in labels}  # type: dict[str, list[float]]
+        for dataset, splits in complete.items():
+            own: dict[str, list[float]] = {label: [] for label in labels}
+            for split in splits:
+                values = {x: float(good[Cell(dataset, split, x)]["metrics"].get(name, math.nan)) for x in labels}
+                keys = {x: -v if HIGHER_IS_BETTER[name] else v for x, v in values.items()}
+                for x in labels:
+                    below = sum(keys[o] < keys[x] for o in labels)
+                    ties = sum(keys[o] == keys[x] for o in labels)
+                    own[x].append(below + (ties + 1) / 2)
+            for x in labels:
+                totals[x].append(statistics.fmean(own[x]))
+        if complete:
+            ranks[name] = {x: statistics.fmean(v) for x, v in totals.items()}
+    return ranks, sum(map(len, complete.values()))

@@ -1,0 +1,73 @@
+"""Where files are looked for: the data folder, then the cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from plausible.apps.datasets.entries import Entry, File
+
+Place = Literal["data folder", "cache"]
+
+
+class Found(NamedTuple):
+    """A file that is there."""
+
+    path: Path
+    place: Place
+
+
+def data_folder() -> Path | None:
+    """`PLAUSIBLE_DATA`, where it is set; it need not exist."""
+    name = os.environ.get("PLAUSIBLE_DATA", "")
+    return Path(name).expanduser() if name else None
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: `PLAUSIBLE_CACHE`, or the user's cache folder of the platform; laid out as the data folder."""
+    if name := os.environ.get("PLAUSIBLE_CACHE", ""):
+        return Path(name).expanduser() / "data"
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "plausible" / "data"
+
+
+def offline() -> bool:
+    """Whether `PLAUSIBLE_OFFLINE` forbids downloads."""
+    return os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0")
+
+
+def mirror() -> str | None:
+    """`PLAUSIBLE_MIRROR`: an address with the layout of the data folder, asked before the public origins."""
+    return os.environ.get("PLAUSIBLE_MIRROR", "").rstrip("/") or None
+
+
+def find(file: File) -> Found | None:
+    """A file where it is first found, packed or unpacked."""
+    roots: list[tuple[Path | None, Place]] = [(data_folder(), "data folder"), (cache_folder(), "cache")]
+    for root, place in roots:
+        for name in dict.fromkeys((file.path, file.unpacked)):
+            if root is not None and (root / name).is_file():
+                return Found(root / name, place)
+    return None
+
+
+def missing(entry: Entry) -> tuple[File, ...]:
+    """The files of a set that are in neither place."""
+    return tuple(file for file in entry.files if find(file) is None)
+
+
+def looked_in() -> str:
+    """The two places in words, for messages."""
+    folder = data_folder()
+    if folder is None:
+        first = "the data folder (PLAUSIBLE_DATA is not set)"
+    else:
+        first = f"PLAUSIBLE_DATA ({folder}{'' if folder.is_dir() else ', which is not a folder'})"
+    return f"{first} nor the cache ({cache_folder()})"

@@ -1,0 +1,41 @@
+"""Figures for notebooks, by matplotlib: each function draws on `ax` (new axes by default) and returns the Axes.
+
+They show what the report shows, from a `Predictive` (or plain arrays, as in `plausible.metrics`) and targets. Colours are
+those of the current matplotlib style. Needs the extra `plot`.
+"""
+
+from plausible.apps.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.apps.plots.convergence import autocorrelation, energy, rank, trace
+from plausible.apps.plots.examples import example_images, example_rows
+from plausible.apps.plots.models import evidence
+from plausible.apps.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
+from plausible.apps.plots.regression import predictions, predictive_band
+from plausible.apps.plots.selection import ood_histogram, risk_coverage
+from plausible.apps.plots.sweeping import sweep
+from plausible.apps.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
+
+__all__ = [
+    "autocorrelation",
+    "chain_trace",
+    "energy",
+    "ess_growth",
+    "evidence",
+    "example_images",
+    "example_rows",
+    "ood_histogram",
+    "pit_histogram",
+    "predictions",
+    "predictive_band",
+    "pruned_weights",
+    "quantile_calibration",
+    "rank",
+    "rank_histogram",
+    "reliability",
+    "risk_coverage",
+    "snr",
+    "snr_cdf",
+    "sweep",
+    "trace",
+    "training_trace",
+    "weight_histogram",
+]

@@ -1,0 +1,81 @@
+"""What all plots share: axes to draw on, chains to draw, and one output to look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plausible.posteriors.base import DrawsPosterior, Posterior
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def axes_of(ax: Any) -> Axes:
+    """The axes that were given, or new ones of a figure of their own."""
+    if ax is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError(f"plots need matplotlib ({error}): pip install 'plausible[plot]'") from error
+        return pyplot.subplots(layout="constrained")[1]
+    if not hasattr(ax, "plot") or not hasattr(ax, "set_xlabel"):
+        raise TypeError(f"ax must be a matplotlib Axes, got {type(ax).__name__}")
+    return ax
+
+
+def diagonal(ax: Axes, label: str) -> None:
+    """The dashed line where what was stated is what was found."""
+    ax.plot([0, 1], [0, 1], color="0.5", linestyle=(0, (4, 3)), linewidth=1, label=label)
+
+
+def column(name: str, value: Any, output: int) -> np.ndarray:
+    """One output of an array [..., N] or [..., N, K] that has `N` where the first axis of its kind is; float64."""
+    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+    if array.ndim == 1:
+        return array
+    if array.ndim != 2 or not -array.shape[1] <= output < array.shape[1]:
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected [N], or [N, outputs] with output={output} among them")
+    return array[:, output]
+
+
+def chains_of(draws: Any, x: Any = None) -> np.ndarray:
+    """Draws in chains, [chains, draws, quantities]: an array [chains, draws] or with quantities, or f(x) of a posterior."""
+    if isinstance(draws, Posterior):
+        if not isinstance(draws, DrawsPosterior):
+            raise TypeError(f"a {type(draws).__name__} has no chains to draw: it does not keep draws in their order")
+        if x is None:
+            raise ValueError("x is missing: the inputs at which the posterior's functions are looked at")
+        each = len(draws) // draws.chains
+        values = draws.functions(x).reshape(len(draws), -1)[: each * draws.chains]
+        found = values.reshape(each, draws.chains, -1).transpose(0, 1)
+    else:
+        found = torch.as_tensor(np.asarray(draws.detach().cpu() if isinstance(draws, Tensor) else draws))
+        found = found[..., None] if found.ndim == 2 else found
+    if found.ndim != 3 or 0 in found.shape:
+        raise ValueError(
+            f"draws must be a posterior or an array [chains, draws] or [chains, draws, quantities], got {list(found.shape)}"
+        )
+    return found.detach().cpu().double().numpy()
+
+
+def named_chains(draws: Any, x: Any = None, names: Any = None) -> tuple[np.ndarray, list[str]]:
+    """Draws in chains [chains, draws, quantities] and what each is called: f(x), weights that match `names`, or an array."""
+    if isinstance(draws, Posterior):
+        from plausible.blocks.chains.convergence import LIMIT
+        from plausible.posteriors.summaries import quantities, stored
+
+        found, words = quantities(stored(draws), x, names, LIMIT)
+        return found.detach().cpu().double().numpy(), words
+    values = chains_of(draws)
+    return values, ["value"] if values.shape[2] == 1 else [f"quantity {q}" for q in range(values.shape[2])]
+
+
+def chosen_quantity(values: np.ndarray, quantity: int) -> np.ndarray:
+    """[chains, draws] of one quantity."""
+    if not -values.shape[2] <= quantity < values.shape[2]:
+        raise ValueError(f"quantity={quantity} is not one of the {values.shape[2]} quantities")
+    return values[:, :, quantity]

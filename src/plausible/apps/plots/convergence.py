@@ -1,0 +1,191 @@
+"""Whether chains have converged, at a look: traces, ranks, autocorrelations of what mixes worst, and energies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from plausible.apps.plots.base import axes_of, named_chains
+from plausible.apps.report.statistics import ranks
+from plausible.blocks.chains import convergence as diagnostics
+from plausible.posteriors.base import Posterior
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANES, CHAINS, DRAWS = 5, 10, 20_000
+"""Quantities and chains that are drawn at most, and draws whose ranks are taken."""
+REPEATS, LEVEL = 500, 0.95
+"""Random orders of the draws from which bands are taken, and how often a band holds all curves of chains that agree."""
+
+
+def trace(
+    draws: Any, x: Any = None, names: Any = None, rows: int = LANES, *, divergences: bool = True, ax: Axes | None = None
+) -> Axes:
+    """Quantities over the draws, a lane for each of those that have converged least, a colour for each chain, R̂ at the end.
+
+    draws: a posterior of stored draws, whose quantities are the function values at inputs `x` or, without them, its weights (those
+        that match `names`, such as "0.*"); or an array [chains, draws] or [chains, draws, quantities].
+    rows: how many lanes.
+    divergences: mark draws whose transition diverged, where that is known.
+
+    Chains should look alike and wander around one level. Lanes are scaled to the quantity's own range.
+    """
+    values, words = named_chains(draws, x, names)
+    order, rhat = _worst_first(values)
+    chosen = sorted(order[: max(1, rows)])
+    ax = axes_of(ax)
+    count = values.shape[1]
+    for lane, place in enumerate(reversed(chosen)):
+        own = values[:, :, place]
+        low, high = float(own.min()), float(own.max())
+        for number, chain in enumerate(own[:CHAINS]):
+            scaled = (chain - low) / (high - low) if high > low else np.full(count, 0.5)
+            label = f"chain {number + 1}" if lane == 0 and len(own) > 1 else None
+            ax.plot(np.arange(1, count + 1), lane + 0.05 + 0.9 * scaled, color=f"C{number}", linewidth=0.6, label=label)
+        said = f"R̂ {rhat[place]:.2f}" if np.isfinite(rhat[place]) else "R̂ –"
+        ax.text(1.01, lane + 0.5, said, transform=ax.get_yaxis_transform(), va="center", fontsize=8)
+    if divergences and "divergent" in (known := _statistics(draws)):
+        at = np.flatnonzero(known["divergent"].amax(0).numpy() > 0) + 1
+        if len(at):
+            label = f"divergent ({int(known['divergent'].sum())})"
+            ax.plot(at, np.full(len(at), -0.08), "|", color="0.2", markersize=6, label=label, clip_on=False)
+    ax.set(xlabel="kept draw", xlim=(1, max(2, count)), ylim=(-0.15, len(chosen)))
+    ax.set_yticks([lane + 0.5 for lane in range(len(chosen))], [words[place] for place in reversed(chosen)])
+    ax.tick_params(axis="y", length=0)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=5, frameon=False, fontsize=8)
+    return ax
+
+
+def rank(
+    draws: Any, x: Any = None, names: Any = None, quantity: int | None = None, *, seed: int = 0, ax: Axes | None = None
+) -> Axes:
+    """F_c(z) − z, the share of a chain's draws among the lowest z of all, less z: near 0 if chains agree, with a 95 % band.
+
+    `draws`, `x`, `names` as in `trace`; `quantity` is one of them, that with the largest R̂ by default. The band holds all curves
+    at once in 95 of 100 random orders of the draws (after Säilynoja, Bürkner and Vehtari 2022); draws that follow one another are
+    not independent, so chains are thinned to their effective size first. A curve above 0 is a chain that keeps to low values.
+    """
+    values, words = named_chains(draws, x, names)
+    if values.shape[0] < 2:
+        raise ValueError("draws has one chain: ranks compare chains, so at least two are needed")
+    order, rhat = _worst_first(values)
+    place = order[0] if quantity is None else quantity
+    if not -values.shape[2] <= place < values.shape[2]:
+        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
+    own = values[:, :, place]
+    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(own))[..., None])[0])
+    step = max(1, round(own.size / size)) if np.isfinite(size) else 1
+    own = own[:, :: max(min(step, max(1, own.shape[1] // 10)), -(-own.size // DRAWS))]
+    chains, count = own.shape
+    z = np.linspace(0, 1, min(200, chains * count) + 1)[1:-1]
+    share = (ranks(own.ravel()).reshape(chains, count) - 0.5) / own.size
+    curves = np.array([(chain[:, None] <= z).mean(0) for chain in share]) - z
+    width = _band(chains, count, z, seed)
+    ax = axes_of(ax)
+    ax.fill_between(z, -width, width, color="0.85", linewidth=0, label=f"{100 * LEVEL:.0f} % band of chains that agree")
+    for number, curve in enumerate(curves[:CHAINS], start=1):
+        ax.step(z, curve, where="mid", linewidth=1, label=f"chain {number}")
+    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    said = f"R̂ {rhat[place]:.3f}" if np.isfinite(rhat[place]) else "R̂ not finite"
+    ax.set_title(f"{words[place]}, {said}", fontsize=10)
+    ax.set(xlim=(0, 1), xlabel="rank among all draws (share)", ylabel="share of the chain below, less expected")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
+    """Energies E around their mean, and their changes in a transition: the second should be about as wide as the first.
+
+    draws: a posterior of a sampler with momenta, or energies [chains, draws]. Where changes are much narrower, momenta cannot carry
+    a chain along the posterior's energies, and its tails are reached slowly; the legend has the E-BFMI of each chain, too small
+    below 0.3 (Betancourt 2016).
+    """
+    if isinstance(draws, Posterior):
+        known = _statistics(draws)
+        if "energy" not in known:
+            raise TypeError(f"a {type(draws).__name__} by {draws._method_name} has no energies of transitions")
+        values, change = known["energy"].double().numpy(), known.get("energy_change")
+    else:
+        values, change = named_chains(draws)[0][:, :, 0], None
+    if values.shape[1] < 4:
+        raise ValueError(f"draws has {values.shape[1]} energies in each chain; at least 4 are needed")
+    around = (values - values.mean(1, keepdims=True)).ravel()
+    changes = (np.diff(values, axis=1) if change is None else change.double().numpy()).ravel()
+    ends = float(np.quantile(np.abs(np.concatenate([around, changes])), 0.998)) or 1.0
+    ax = axes_of(ax)
+    for part, name in ((around, "E − its mean"), (changes, "change in a transition")):
+        ax.hist(part, bins, range=(-ends, ends), density=True, histtype="stepfilled", alpha=0.5, label=name)
+    found = diagnostics.ebfmi(torch.from_numpy(values), change).tolist()
+    for number, value in enumerate(found[:CHAINS], start=1):
+        ax.plot([], [], " ", label=f"E-BFMI of chain {number}: {value:.2f}{' (low)' if value < 0.3 else ''}")
+    ax.set(xlabel="energy (nats)", ylabel="density", xlim=(-ends, ends))
+    ax.legend(fontsize=8)
+    return ax
+
+
+def autocorrelation(
+    draws: Any, x: Any = None, names: Any = None, quantity: int | None = None, lags: int = 100, *, ax: Axes | None = None
+) -> Axes:
+    """Correlation of draws with those t later in each chain; where it reaches 0, draws are as good as independent.
+
+    `draws`, `x`, `names` as in `trace`; `quantity` is one of them, that with the fewest effective draws by default. The
+    grey band is ±2/√n, what independent draws show.
+    """
+    values, words = named_chains(draws, x, names)
+    if values.shape[1] < 4:
+        raise ValueError(f"draws has {values.shape[1]} draws in each chain; autocorrelations need at least 4")
+    sizes = diagnostics.ess_bulk(torch.from_numpy(values)).numpy()
+    place = int(np.nanargmin(sizes)) if quantity is None and np.isfinite(sizes).any() else quantity or 0
+    if not -values.shape[2] <= place < values.shape[2]:
+        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
+    own = values[:, :, place]
+    count = own.shape[1]
+    centred = own - own.mean(1, keepdims=True)
+    spectrum = np.fft.rfft(centred, 2 * count, axis=1)
+    covariance = np.fft.irfft(np.abs(spectrum) ** 2, axis=1)[:, : min(lags, count - 1) + 1]
+    ax = axes_of(ax)
+    band = 2 / np.sqrt(count)
+    ax.axhspan(-band, band, color="0.9")
+    for number, chain in enumerate(covariance[:CHAINS], start=1):
+        if chain[0] > 0:
+            ax.plot(np.arange(len(chain)), chain / chain[0], linewidth=1, label=f"chain {number}")
+    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    said = f"{sizes[place]:,.0f} of {own.size:,} draws effective" if np.isfinite(sizes[place]) else "it never moves"
+    ax.set_title(f"{words[place]}: {said}", fontsize=10)
+    ax.set(xlabel="lag (kept draws)", ylabel="autocorrelation", xlim=(0, None))
+    if len(own) <= CHAINS and ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=8)
+    return ax
+
+
+def _statistics(draws: Any) -> dict[str, torch.Tensor]:
+    return getattr(draws, "statistics", {}) if isinstance(draws, Posterior) else {}
+
+
+def _worst_first(values: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Places of the quantities by falling R̂ (those without one last), and R̂ of each."""
+    rhat = diagnostics.rhat(torch.from_numpy(np.ascontiguousarray(values))).numpy()
+    order = np.argsort(-np.where(np.isnan(rhat), -np.inf, rhat), kind="stable")
+    return order.tolist(), rhat
+
+
+def _band(chains: int, count: int, z: np.ndarray, seed: int) -> np.ndarray:
+    """Half widths, at each z, of a band that holds all chains' curves at once in `LEVEL` of random orders of the ranks.
+
+    A chain has `count` of all ranks, drawn without replacement: Var F_c(z) = z(1 − z)/n · (N − n)/(N − 1).
+    """
+    total = chains * count
+    spread = np.sqrt(z * (1 - z) / count * (total - count) / max(1, total - 1))
+    generator = np.random.default_rng(seed)
+    below = np.floor(z * total + 0.5).astype(int)
+    furthest = np.empty(REPEATS)
+    for repeat in range(REPEATS):
+        owner = generator.permutation(total) // count
+        shown = range(min(chains, CHAINS))
+        shares = [np.concatenate([[0], np.cumsum(owner == chain)])[below] / count for chain in shown]
+        furthest[repeat] = max(np.abs((share - z) / spread).max() for share in shares)
+    return np.quantile(furthest, LEVEL) * spread

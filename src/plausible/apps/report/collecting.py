@@ -1,0 +1,282 @@
+"""A posterior and held-out data → `Evidence`: everything that needs the network is computed here, once."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import plausible
+from plausible.analysis import metrics
+from plausible.apps.report.stored import NUMBERS, QUANTILES, Evidence, Output
+from plausible.blocks.chains import convergence
+from plausible.core.data import num_rows, take
+from plausible.core.serialise import Opaque
+from plausible.core.special import double
+from plausible.posteriors import summaries
+from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.predictive import Predictive
+
+EXAMPLES = 6
+"""How many of the least and of the most certain examples are kept in full."""
+
+MANY_OUTPUTS = 12  # more targets than this are judged together
+_TRACED, _JUDGED = 4, 50  # inputs whose function values are kept, and whose convergence is looked at
+_TRAINING_POINTS = 500  # under a band
+
+
+class Axis(NamedTuple):
+    """The only numeric input: a grid [G] in its units with what the network takes for it, and data to draw."""
+
+    grid: np.ndarray
+    inputs: Any
+    heldout: np.ndarray
+    train: tuple[np.ndarray, np.ndarray] | None = None  # x [n], y [n, targets]
+
+
+def collect(
+    posterior: Posterior,
+    x: Any = None,
+    y: Any = None,
+    *,
+    mask: Any = None,
+    names: Sequence[str] | None = None,
+    classes: Sequence[Sequence[str]] | None = None,
+    restore: Callable[[Predictive], Predictive] = lambda predictive: predictive,
+    predictive: Predictive | None = None,
+    scores: Mapping[str, Any] | None = None,
+    rows: Sequence[Any] | None = None,
+    cells: Callable[[int], Mapping[str, str]] | None = None,
+    axis: Axis | None = None,
+    traced: Any = None,
+    title: str = "",
+    facts: Mapping[str, str] | None = None,
+    data: Sequence[tuple[str, str, str]] = (),
+    notes: Sequence[str] = (),
+) -> Evidence:
+    """Predict held-out inputs `x` and keep what a report needs to know about them.
+
+    y: targets as the restored predictive has them; x and y None: nothing was held out.
+    names, classes: of the targets, and of their classes in the order of the outputs.
+    restore: predictions → predictions in the units of y.
+    predictive: that of x in the units of y, where it is known already.
+    scores: `{"log_likelihood": …, "targets": {name: summary}}` where it is known already.
+    rows, cells: what an example is called, and the cells of its row by column.
+    axis: the only numeric input, for predictive bands.
+    traced: inputs to follow chains at; the held-out ones by default.
+    """
+    method, history = _method_text(posterior), posterior.history
+    outputs: tuple[Output, ...] = ()
+    total, draws = None, posterior.count(posterior.plan_draws(None, 0))
+    if x is not None:
+        predictive = restore(posterior.predict(x)) if predictive is None else predictive
+        draws = predictive.num_draws
+        names = list(names) if names is not None else _names(predictive)
+        if scores is None:
+            each = metrics.summary_by_output(predictive, y, mask=mask) if len(names) > 1 else None
+            whole = metrics.summary(predictive, y, mask=mask)
+            total = whole.pop("log_likelihood")
+            scores = {"log_likelihood": total, "targets": dict(zip(names, each or [whole]))}
+        total = float(scores["log_likelihood"])
+        outputs = tuple(_outputs(predictive, y, mask, names, classes, scores["targets"], rows, cells))
+        if axis is not None and outputs[0].numeric:
+            outputs = tuple(_with_bands(outputs, restore(posterior.predict(axis.inputs)), axis))
+    traced = x if traced is None else traced
+    diagnostics, traces = _followed(posterior, traced)
+    return Evidence(
+        title=title or f"{method.partition('(')[0]} posterior",
+        facts=_in_order({**_facts(posterior, method), **(facts or {})}),
+        data=tuple(data),
+        notes=tuple(notes),
+        outputs=outputs,
+        log_likelihood=total,
+        history={name: list(map(float, values)) for name, values in history.items()},
+        diagnostics=diagnostics,
+        draws=draws,
+        traces=traces,
+    )
+
+
+def _names(predictive: Predictive) -> list[str]:
+    shape = predictive.likelihood.target_shape((predictive.num_inputs, *predictive.output_shape))[1:]
+    if predictive.likelihood.kind == "classes" or prod(shape) == 1:
+        return ["y"]
+    return [f"y{index}" for index in range(shape[-1])] if len(shape) == 1 and shape[0] <= MANY_OUTPUTS else ["y"]
+
+
+def _outputs(
+    predictive: Predictive,
+    y: Any,
+    mask: Any,
+    names: Sequence[str],
+    classes: Sequence[Sequence[str]] | None,
+    scores: Mapping[str, Mapping[str, float]],
+    rows: Sequence[Any] | None,
+    cells: Callable[[int], Mapping[str, str]] | None,
+) -> list[Output]:
+    """One `Output` per name; targets of any other shape are judged together under the first name."""
+    kind = predictive.likelihood.kind
+    target, observed = metrics.inputs.predictive_targets(predictive, y, mask)
+    count = len(target)
+    seen = observed.numpy()
+    if kind in NUMBERS:
+        parts = {
+            "y": _array(target),
+            "mean": _array(predictive.mean),
+            "epistemic": _array(predictive.epistemic),
+            "aleatoric": _array(predictive.aleatoric),
+            "pit": _array(metrics.pit(predictive, y, mask=mask)),
+            "quantiles": _array(predictive.quantile(QUANTILES)),
+        }
+    else:
+        parts = {
+            "y": target.long().numpy(),
+            "probs": _array(metrics.inputs.class_probabilities(predictive)),
+            "entropy": _array(predictive.entropy),
+            "information": _array(predictive.mutual_information),
+        }
+    number = np.broadcast_to(np.arange(count).reshape(-1, *[1] * (seen.ndim - 1)), seen.shape)
+    found = []
+    for index, name in enumerate(names):
+        pick = (..., index) if len(names) > 1 else ()
+        keep = seen[pick].reshape(-1)
+        of = number[pick].reshape(-1)[keep]
+        arrays = {}
+        for part, array in parts.items():
+            if part == "probs":
+                column = array[(..., index, slice(None))] if len(names) > 1 else array
+                arrays[part] = column.reshape(-1, array.shape[-1])[keep]
+            elif part == "quantiles":
+                arrays[part] = array[pick].reshape(len(QUANTILES), -1)[:, keep]
+            else:
+                arrays[part] = array[pick].reshape(-1)[keep]
+        labels = _labels(classes, index, arrays, kind)
+        called = of if rows is None else np.array([int(rows[i]) for i in of.tolist()])
+        output = Output(name, kind, labels, {**arrays, "rows": called.astype(np.int64)}, scores[name])
+        examples: dict[int, Mapping[str, str]] = {}
+        if cells is not None:
+            order = output.ordered
+            examples = {int(i): cells(int(of[i])) for i in (*order[:EXAMPLES], *order[::-1][:EXAMPLES])}
+        output = Output(name, kind, labels, output.arrays, output.metrics, examples=examples)
+        output.check()
+        found.append(output)
+    return found
+
+
+def _labels(
+    classes: Sequence[Sequence[str]] | None, index: int, arrays: Mapping[str, np.ndarray], kind: str
+) -> tuple[str, ...]:
+    if kind in NUMBERS:
+        return ()
+    width = arrays["probs"].shape[1]
+    if classes is None:
+        return ("no", "yes") if kind == "binary" else tuple(map(str, range(width)))
+    if index >= len(classes) or len(classes[index]) != width:
+        raise ValueError(f"classes must name {width} classes for target {index}, got {classes!r}")
+    return tuple(map(str, classes[index]))
+
+
+def _with_bands(outputs: Sequence[Output], predictive: Predictive, axis: Axis) -> list[Output]:
+    """The outputs with mean, variances and quantiles on the grid."""
+    parts = {
+        "mean": predictive.mean,
+        "epistemic": predictive.epistemic,
+        "aleatoric": predictive.aleatoric,
+        "quantiles": predictive.quantile(QUANTILES),
+    }
+    found = []
+    for index, output in enumerate(outputs):
+        if len(outputs) == 1 and prod(parts["mean"].shape) != len(axis.grid):
+            return list(outputs)  # several outputs judged together have no band
+        band = {"x": axis.grid, "x_heldout": axis.heldout}
+        for name, value in parts.items():
+            lead = (len(QUANTILES),) if name == "quantiles" else ()
+            band[name] = _array(value).reshape(*lead, len(axis.grid), -1)[..., index]
+        if axis.train is not None:
+            step = max(1, -(-len(axis.train[0]) // _TRAINING_POINTS))
+            band["x_train"] = axis.train[0][::step]
+            band["y_train"] = axis.train[1].reshape(len(axis.train[0]), -1)[::step, index]
+        found.append(Output(output.name, output.kind, output.classes, output.arrays, output.metrics, band, output.examples))
+    return found
+
+
+def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Diagnostics of f(x) at some inputs, and the function values of chains there."""
+    if x is None:
+        return _plain_numbers(posterior.diagnostics()), {}
+    inputs = posterior._inputs(x)
+    count = num_rows(inputs)
+    chosen = torch.linspace(0, count - 1, min(count, _JUDGED)).long().unique()
+    some = take(inputs, chosen)
+    found = _plain_numbers(posterior.diagnostics(some))
+    if not isinstance(posterior, DrawsPosterior) or len(posterior) // posterior.chains < 4:
+        return found, {}
+    if "rhat" in found and posterior.chains > 1:
+        apart = summaries.convergence(posterior).get("rhat")
+        found |= {} if apart is None else {"rhat_weights": apart}
+    values = summaries.function_chains(posterior, some)
+    chains = values.reshape(*values.shape[:3], -1)  # [chains, draws, inputs, outputs]
+    each = chains.shape[1]
+    spread = torch.linspace(0, len(chosen) - 1, min(_TRACED, len(chosen))).long().unique()
+    traced = double(chains[:, :, spread, 0])[0].cpu()
+    flat = double(chains.reshape(posterior.chains, each, -1))[0].cpu()
+    traces = {"values": traced.numpy(), "inputs": chosen[spread].numpy()}
+    if bool(torch.isfinite(flat).all()):
+        flat = flat[..., :: max(1, flat.shape[-1] // 200)]
+        flat = flat[..., (flat.amax((0, 1)) > flat.amin((0, 1)))]
+        if flat.shape[-1]:
+            traces |= {"rhat": convergence.rhat(flat).numpy(), "ess": convergence.ess_bulk(flat).numpy()}
+    known = getattr(posterior, "statistics", {})
+    if summaries.has_momenta(posterior, known):
+        traces |= {name: known[name].numpy() for name in ("energy", "energy_change") if name in known}
+    return found, traces
+
+
+def _plain_numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is None or isinstance(value, int | float)}
+
+
+def _method_text(posterior: Posterior) -> str:
+    method = posterior.method
+    return f"{method.name}(…)" if isinstance(method, Opaque) else repr(method)
+
+
+def _facts(posterior: Posterior, method: str) -> dict[str, str]:
+    """Method and settings, network, likelihood, prior, data, time, versions: headings and words."""
+    model, run = posterior.model, posterior.run
+    count = sum(weight.numel() for weight in model.initial.values())
+    taught = sum(model.initial[name].numel() for name in model.random)
+    weights = f"{count:,} weights" + ("" if taught == count else f", {taught:,} of them random")
+    facts = {
+        "method": method,
+        "network": f"{type(model.network).__name__}, {weights}",
+        "likelihood": str(model.likelihood),
+        "prior": str(model.prior),
+        "training examples": f"{model.num_data:,}",
+    }
+    if "seconds" in run:
+        steps = f"{run['steps']:,} steps in " if run.get("steps") else ""
+        mode = f", {run['mode']}" if run.get("mode") else ""
+        facts["time"] = f"{steps}{run['seconds']:.3g} s on {posterior.device.type}{mode}"
+    if posterior.interrupted:
+        facts["interrupted"] = "yes: the fit was stopped before its planned end"
+    versions = f"plausible {plausible.__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+    return facts | {"versions": versions}
+
+
+def _in_order(facts: Mapping[str, str]) -> dict[str, str]:
+    """What it is about first, how it was made last."""
+    known = ("task", "data", "inputs", "method", "network", "likelihood", "prior")
+    late = ("time", "interrupted", "versions")
+    first = [name for name in known if name in facts]
+    last = [name for name in late if name in facts]
+    return {name: facts[name] for name in (*first, *(n for n in facts if n not in known + late), *last)}
+
+
+def _array(value: Tensor) -> np.ndarray:
+    return double(value.detach())[0].cpu().numpy()

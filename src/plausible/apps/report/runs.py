@@ -1,0 +1,157 @@
+"""Evidence of a run of the command line: collected by the fit, read back for the report.
+
+What older runs did not store is said on the page, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plausible.apps.report.stored import RECORD, Evidence, Output
+from plausible.apps.report.words import number
+from plausible.apps.tables import Numeric, listed
+
+if TYPE_CHECKING:
+    from plausible.apps.cli.runs import Record
+    from plausible.apps.cli.training import Prepared
+    from plausible.posteriors.base import Posterior
+    from plausible.posteriors.predictive import Predictive
+
+GRID, BEYOND = 200, 0.15  # points of a predictive band, and how far it goes beyond the training rows
+
+
+def evidence_of(folder: Path) -> Evidence:
+    """What the fit stored; for runs that have no such file, what `run.json`, `metrics.json` and the posterior say."""
+    from plausible.apps.cli import runs
+
+    record = runs.read_record(folder)
+    if (folder / RECORD).is_file():
+        return Evidence.read(folder)
+    return _older(folder, record)
+
+
+def from_fit(
+    record: Record, posterior: Posterior, data: Prepared, predictive: Predictive | None, scores: Mapping[str, Any] | None
+) -> Evidence:
+    """Keep the predictions of the held-out rows of a fit (None: there are none), follow its chains, and describe it."""
+    import torch
+
+    from plausible.apps.report.collecting import Axis, collect
+
+    about = described(record, data)
+    target = record.target
+    column = record.preprocessor.columns[0]
+    axis = None
+    if len(record.preprocessor.columns) == 1 and isinstance(column, Numeric) and not column.indicator and not target.classes:
+        seen = data.inputs[0][:, 0].astype(np.float64)
+        low, high = float(seen.min()), float(seen.max())
+        pad = BEYOND * (high - low) or 1.0
+        grid = np.linspace(low - pad, high + pad, GRID)
+        units = [column.mean + column.std * part for part in (grid, data.inputs[1][:, 0], seen)]
+        axis = Axis(
+            units[0], torch.from_numpy(grid[:, None].astype(np.float32)), units[1], (units[2], target.observed(data.train))
+        )
+    common: dict[str, Any] = {
+        "title": about.title,
+        "facts": about.facts,
+        "data": about.data,
+        "notes": about.notes,
+        "traced": torch.from_numpy(data.inputs[1] if data.test.rows else data.inputs[0]),
+    }
+    if predictive is None:
+        return collect(posterior, **common)
+    observed = torch.from_numpy(target.observed(data.test))
+    shown = record.preprocessor.names
+    return collect(
+        posterior,
+        torch.from_numpy(data.inputs[1]),
+        observed,
+        names=target.names,
+        classes=target.classes or None,
+        restore=target.restore,
+        predictive=predictive,
+        scores=scores,
+        rows=[data.test[target.names[0]].row(index) for index in range(data.test.rows)],
+        cells=lambda index: {name: data.test[name].cells[index] or "missing" for name in shown},
+        axis=axis,
+        **common,
+    )
+
+
+def described(record: Record, data: Prepared | None = None) -> Evidence:
+    """What `run.json` says, in words; with the rows of the fit, also how the classes of targets are spread."""
+    target, settings = record.target, record.settings
+    layers = "-".join(map(str, (len(record.preprocessor.features), *record.hidden, target.outputs)))
+    facts = {
+        "task": f"{target.task} of {', '.join(target.names)}",
+        "method": record.method,
+        "network": f"{layers} perceptron, {record.activation}",
+        "likelihood": target.likelihood,
+        "prior": f"Gaussian(scale={settings.get('prior_scale', 1.0)})",
+        "training examples": f"{record.rows.get('train', 0):,}",
+        "held-out examples": f"{record.rows.get('heldout', 0):,}",
+        "seed": str(record.seed),
+    }
+    if data is not None:  # the posterior knows its method with all settings, its likelihood and its prior
+        facts = {name: words for name, words in facts.items() if name not in ("method", "likelihood", "prior")}
+    if "data" in settings:
+        facts["data"] = str(settings["data"])
+    rows = [(name, "target", _target_words(record, index, data)) for index, name in enumerate(target.names)]
+    for column in record.preprocessor.columns:
+        if isinstance(column, Numeric):
+            words = f"number, mean {number(column.mean)}, standard deviation {number(column.std)}"
+            words += f", gaps filled by {number(column.fill)}" if column.indicator else ""
+        else:
+            words = f"{len(column.levels)} categories: {listed(column.levels, 6)}"
+        rows.append((column.name, "input", words))
+    notes = tuple(data.notes) if data is not None else record.preprocessor.notes
+    source = f", {settings['data']}" if "data" in settings else ""
+    return Evidence(f"{', '.join(target.names)} by {record.method}{source}", facts, tuple(rows), tuple(dict.fromkeys(notes)))
+
+
+def _target_words(record: Record, index: int, data: Prepared | None) -> str:
+    target = record.target
+    if target.classes:
+        labels = target.classes[index]
+        if data is None:
+            return f"{len(labels)} classes: {listed(labels, 6)}"
+        cells = data.train[target.names[index]].cells
+        return f"{len(labels)} classes in training: {listed([f'{name} ({cells.count(name):,})' for name in labels], 8)}"
+    if target.loc:
+        return f"number, mean {number(target.loc[index])}, standard deviation {number(target.scale[index])}"
+    if data is None:
+        return "counts"
+    values = data.train[target.names[index]].numbers
+    return f"counts from {number(values.min())} to {number(values.max())}, mean {number(values.mean())}"
+
+
+def _older(folder: Path, record: Record) -> Evidence:
+    """Scores and history of a run without stored predictions."""
+    from plausible.core.storage import read_json
+
+    run = read_json(folder / "posterior" / "posterior.json").get("run", {})
+    evidence = described(record)
+    facts = dict(evidence.facts)
+    if "seconds" in run:
+        facts["time"] = f"{run.get('steps', 0):,} steps in {float(run['seconds']):.3g} s"
+    history = {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}
+    evidence = replace(evidence, facts=facts | {"versions": f"plausible {record.version}"}, history=history)
+    path = folder / "metrics.json"
+    kind = record.target.make_likelihood().kind
+    if not path.is_file():  # rows that were held out and whose scores are lost are outputs of which nothing is known
+        lost = record.target.names if record.rows.get("heldout") else ()
+        return replace(evidence, outputs=tuple(Output(name, kind) for name in lost))
+    metrics = read_json(path)
+    try:
+        outputs = tuple(
+            Output(str(name), kind, metrics={str(key): float(value) for key, value in values.items()})
+            for name, values in metrics["targets"].items()
+        )
+        return replace(evidence, outputs=outputs, log_likelihood=float(metrics["log_likelihood"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error

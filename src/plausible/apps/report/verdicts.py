@@ -1,0 +1,341 @@
+"""Plain-language verdicts on held-out predictions; over- or underconfidence is only claimed where chance cannot explain it.
+
+Each verdict asks what a right prediction would show (see `statistics`), two-sided, at the level `SUPPORT` of 1 %, which
+the tests behind it share.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from plausible.analysis import metrics
+from plausible.apps.report.statistics import (
+    Test,
+    association,
+    chance_ece,
+    hits,
+    improvement,
+    normal,
+    powerless,
+    signs,
+    spread,
+    uniform,
+)
+from plausible.apps.report.stored import Output
+from plausible.apps.report.words import number, percent, plural
+
+LEVEL = 0.9
+FEW = 30
+"""Held-out examples below which silence of a test says little."""
+
+TESTS = 3
+"""Tests of u = F(y) behind one verdict at most, its mean, spread and law; all that are made of u take that share of 1 %."""
+
+COLLAPSED = 1e-4
+"""Epistemic share of the variance (of the entropy for classes) below which draws are taken to be one and the same."""
+
+_WIDEN = (
+    "Widen what the model may be unsure of: an ensemble or a sampler instead of a single fit, more members or chains, an earlier "
+    "stop where it overfits, noise that varies with the input (likelihood heteroscedastic) or has heavy tails (student-t)."
+)
+_NARROW = (
+    "Often the fit is not finished: train longer. Or the prior holds the weights back, the noise is taken to be the same "
+    "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
+)
+
+
+class Verdict(NamedTuple):
+    """`tone` is good, bad, unclear or plain; `headline` one sentence; `detail` and `advice` may be empty."""
+
+    tone: str
+    headline: str
+    detail: str = ""
+    advice: str = ""
+
+
+def verdicts(output: Output) -> list[Verdict]:
+    """All verdicts on one target, the calibration first."""
+    if not output.arrays:
+        return []
+    found = of_numbers(output) if output.numeric else of_classes(output)
+    return [*found, usefulness(output)]
+
+
+def of_numbers(output: Output) -> list[Verdict]:
+    """Coverage of intervals, bias, shape, and the error beside that of a constant."""
+    return [coverage(output), shape(output), skill(output)]
+
+
+def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
+    """How many targets lie inside their interval, the test of that against Binomial(M, level), and that of the spread of u.
+
+    Through u = F(y), inside where |2u − 1| ≤ level: for counts u is randomised, so that the law holds for them as well. Each
+    is one of the `TESTS` that u is put to.
+    """
+    values = output.arrays["pit"]
+    inside = int((np.abs(2 * values - 1) <= level + 1e-12).sum())
+    return inside, hits(np.full(output.count, level), inside).among(TESTS), spread(values).among(TESTS)
+
+
+def coverage(output: Output, level: float = LEVEL) -> Verdict:
+    """Over- or underconfident where the number of targets inside says so, or the spread of u and the share inside agree."""
+    values, count = output.arrays["pit"], output.count
+    inside, number_inside, around = widths(output, level)
+    share = inside / count
+    error = math.sqrt(level * (1 - level) / count)
+    subject, margin = "intervals", f"With {plural(count)} the standard error of a share of {percent(level)} is "
+    margin += f"{number(100 * error, 2)} points"
+    if output.kind == "counts":
+        low, high = output.arrays["quantiles"][[0, -1]]
+        whole = float(((low <= output.arrays["y"]) & (output.arrays["y"] <= high)).mean())
+        subject += " with randomised ends"
+        margin += (
+            f". Whole-number intervals hold more than {percent(level)} of a right prediction, so hits on their ends count in "
+            f"part, by lot; with both ends counted in full, as in the scores, {percent(whole, 1)} of the targets lie inside"
+        )
+    promised = f"{subject.capitalize()} cover {percent(share)} where {percent(level)} was promised"
+    crowded = around.supported and (share - level) * around.direction < 0
+    if number_inside.supported or crowded:
+        wide = number_inside.direction > 0 if number_inside.supported else around.direction < 0
+        if not number_inside.supported:
+            promised += f", and targets crowd {'in the middle' if wide else 'at the ends'} of what was predicted"
+            margin += f". {_deviation(values)}"
+        reason = f"{margin}; chance does not explain the difference."
+        if wide:
+            return Verdict("bad", f"{promised}: underconfident.", reason, f"Intervals are wider than needed. {_NARROW}")
+        return Verdict("bad", f"{promised}: overconfident.", reason, f"Do not take the intervals at their word. {_WIDEN}")
+    first = f"{percent(level)} {subject} cover {percent(share)} of the held-out targets"
+    more = "Hold out more rows (--test-fraction), or compare over several splits."
+    if count < FEW:
+        too_few = f"{_few(count)} to tell whether they keep their promise"
+        return Verdict("unclear", f"{first}; {too_few}.", f"{margin}.", more)
+    if _blind(np.full(count, level), share - level, error, TESTS):
+        return Verdict("unclear", f"{first}; {_open(count, share > level)}.", f"{margin}.", more)
+    return Verdict("good", f"{first}: {_kept('promised', share - level, error)}.", f"{margin}.")
+
+
+def _kept(what: str, difference: float, error: float) -> str:
+    """As promised within one standard error; beyond it only not shown to be otherwise."""
+    return f"as {what}" if abs(difference) <= error else "no further off than chance explains"
+
+
+def _blind(probabilities: np.ndarray, difference: float, error: float, tests: int = 1) -> bool:
+    """Whether data point to a side, by more than a standard error, on which no number of hits could be called."""
+    return abs(difference) > error and powerless(probabilities, 1 if difference > 0 else -1, tests)
+
+
+def _open(count: int, above: bool) -> str:
+    return f"with {plural(count)} even {'all' if above else 'none'} of them could be chance"
+
+
+def _few(count: int) -> str:
+    return f"{plural(count)} {'is' if count == 1 else 'are'} too few"
+
+
+def _deviation(values: np.ndarray) -> str:
+    """√mean (u − ½)² in words; 1/√12 for uniform u."""
+    found = math.sqrt(float(((values - 0.5) ** 2).mean()))
+    return f"The probability integral transform deviates from ½ by {number(found)} (root mean square) instead of 0.289"
+
+
+def shape(output: Output) -> Verdict:
+    """The mean of u = F(y) against ½ ± 1/√(12M), then its spread around ½, then all of its law by Kolmogorov's test.
+
+    Narrow predictions spread u further than 1/√12, and its mean with it: that is allowed for before a bias is claimed.
+    """
+    values, count = output.arrays["pit"], output.count
+    deviation = max(1 / math.sqrt(12), float(values.std()))
+    lean = normal(float(values.mean() - 0.5) * math.sqrt(count) / deviation).among(TESTS)
+    _, number_inside, around = widths(output)
+    if lean.supported:
+        side = "low" if lean.direction > 0 else "high"
+        return Verdict(
+            "bad",
+            f"Predictions are too {side}: {percent(float((values > 0.5).mean()))} of the targets lie above their predicted "
+            "median where 50 % should.",
+            f"The mean of the probability integral transform is {number(float(values.mean()))} instead of 0.5.",
+            "A bias on held-out rows: train longer, weaken the prior, or look whether held-out rows differ from the others.",
+        )
+    torn = number_inside.supported and number_inside.direction == around.direction  # the middle and the ends disagree
+    if around.supported and not torn:
+        if around.direction < 0:
+            headline, advice = "The predicted distributions are too wide: underconfident.", _NARROW
+        else:
+            headline, advice = "The predicted distributions are too narrow: overconfident.", _WIDEN
+        return Verdict("bad", headline, f"Their centre is right. {_deviation(values)}.", advice)
+    if around.supported or uniform(values).among(TESTS).supported:
+        return Verdict(
+            "bad",
+            "The predicted distributions have the wrong shape.",
+            "Their centre is right, and they are not too wide or too narrow as a whole, but the probability integral transform "
+            "below is not flat.",
+            "Try another likelihood: heteroscedastic where the spread depends on the input, student-t for outliers.",
+        )
+    if count < FEW:
+        return Verdict("unclear", f"No bias is seen, but {plural(count)} would show only a large one.")
+    return Verdict("good", "No bias: targets fall as evenly over their predicted distributions as chance allows.")
+
+
+def skill(output: Output) -> Verdict:
+    """Squared errors against those of the mean of the held-out targets, paired: by their mean, and by their signs.
+
+    No constant has a smaller mean squared error than that mean, so more smaller errors only count where the mean is smaller.
+    """
+    y, losses = output.arrays["y"], output.losses
+    baseline = (y - y.mean()) ** 2
+    rmse = math.sqrt(float(losses.mean()))
+    if output.count == 1:
+        return Verdict("plain", f"The error of the only held-out row is {number(rmse)}; a constant cannot be compared.")
+    if not baseline.any():
+        return Verdict("plain", f"The typical error (RMSE) is {number(rmse)}; all held-out targets are the same.")
+    explained = 1 - float(losses.mean() / baseline.mean())
+    tests = [test(losses, baseline).among(2) for test in (improvement, signs)]
+    if explained > 0 and any(test.supported and test.direction > 0 for test in tests):
+        return Verdict(
+            "good",
+            f"The mean explains {percent(explained)} of the variance: its typical error (RMSE) is {number(rmse)}, "
+            f"that of a constant {number(float(y.std()))}.",
+        )
+    compared = f"RMSE {number(rmse)}, that of the mean alone {number(float(y.std()))}"
+    return Verdict(
+        *_doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are"),
+        "",
+        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
+    )
+
+
+def _doubt(ahead: bool, count: int, rival: str, subject: str) -> tuple[str, str]:
+    """Tone and headline where being better than a rival is not supported: ahead by chance, or not ahead at all."""
+    if ahead or count < FEW:
+        return (
+            "unclear",
+            f"{subject} not shown to be better than {rival}; {plural(count)} {'leaves' if count == 1 else 'leave'} it open.",
+        )
+    return "bad", f"{subject} no better than {rival}."
+
+
+def of_classes(output: Output) -> list[Verdict]:
+    """Stated confidence against hits, the calibration error against that of chance, accuracy against the largest class."""
+    probs, y, count = output.arrays["probs"].astype(np.float64), output.arrays["y"], output.count
+    probs = probs / probs.sum(-1, keepdims=True)
+    confidence, right = probs.max(-1), probs.argmax(-1) == y
+    return [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right, count)]
+
+
+def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
+    """The number of right answers against the Poisson binomial law of the stated confidences."""
+    count, said, share = len(right), float(confidence.mean()), float(right.mean())
+    error = math.sqrt(float((confidence * (1 - confidence)).sum())) / count
+    test = hits(confidence, int(right.sum()))
+    margin = f"If every stated probability were right, {percent(said, 1)} ± {number(100 * error, 2)} points would be right"
+    sentence = f"The answers claim to be right {percent(said)} of the time and are right {percent(share)}"
+    if test.supported and test.direction < 0:
+        return Verdict(
+            "bad",
+            f"{sentence}: overconfident.",
+            f"{margin} (standard error, {plural(count)}).",
+            "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a "
+            "stronger prior, fewer epochs; or scale the logits by a temperature fitted on other held-out data.",
+        )
+    if test.supported:
+        return Verdict(
+            "bad",
+            f"{sentence}: underconfident.",
+            f"{margin} (standard error, {plural(count)}).",
+            "The answers are better than they claim. Train longer, or weaken the prior.",
+        )
+    if count < FEW:
+        return Verdict("unclear", f"{sentence}; {_few(count)} to tell more.", f"{margin}.")
+    if _blind(confidence, share - said, error):
+        return Verdict("unclear", f"{sentence}; {_open(count, share > said)}.", f"{margin}.", "Hold out more rows.")
+    return Verdict("good", f"{sentence}: {_kept('claimed', share - said, error)}.", f"{margin}.")
+
+
+def calibrated(output: Output, probs: np.ndarray, confidence: np.ndarray) -> Verdict:
+    """The calibration error against what right probabilities would show by chance (consistency resampling)."""
+    found, limit = metrics.ece(probs, output.arrays["y"]), chance_ece(confidence)
+    detail = f"Right probabilities would show up to {number(limit, 2)} in 99 of 100 such samples of {plural(output.count)}."
+    if found > limit:
+        return Verdict(
+            "bad",
+            f"The calibration error is {number(found, 2)}, more than chance gives.",
+            detail,
+            "Look at the reliability diagram: below the line probabilities claim too much, above it too little.",
+        )
+    tone = "good" if output.count >= FEW else "unclear"
+    return Verdict(tone, f"The calibration error is {number(found, 2)}, which chance explains.", detail)
+
+
+def accurate(output: Output, right: np.ndarray, count: int) -> Verdict:
+    """Hits against always answering the most frequent class, paired."""
+    codes, counts = np.unique(output.arrays["y"], return_counts=True)
+    common = codes[counts.argmax()]
+    constant = output.arrays["y"] == common
+    share, base = float(right.mean()), float(constant.mean())
+    error = math.sqrt(share * (1 - share) / count)
+    test = improvement(1.0 - right, 1.0 - constant)
+    if count == 1:
+        return Verdict("plain", f"The answer to the only held-out row is {'right' if right.all() else 'wrong'}.")
+    sentence = f"{percent(share)} of the answers are right (± {number(100 * error, 2)} points)"
+    if test.supported and test.direction > 0:
+        return Verdict("good", f"{sentence}; always saying the most frequent class gives {percent(base)}.")
+    if len(codes) == 1:
+        return Verdict("plain", f"{sentence}; all held-out rows are of one class.")
+    return Verdict(
+        *_doubt(share > base, count, f"always saying the most frequent class ({percent(base)})", f"{sentence},"),
+        "",
+        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
+    )
+
+
+def usefulness(output: Output) -> Verdict:
+    """Whether stated uncertainty and loss go together (Spearman): what a risk-coverage curve shows."""
+    uncertainty, losses = output.uncertainty, output.losses
+    order = np.argsort(uncertainty, kind="stable")
+    half = order[: max(1, len(order) // 2)]
+    if output.numeric:
+        parts = [f"RMSE {number(math.sqrt(float(part.mean())))}" for part in (losses[half], losses)]
+    else:
+        parts = [f"{percent(float(part.mean()), 1)} wrong" for part in (losses[half], losses)]
+    compared = f"The more certain half: {parts[0]}; all rows: {parts[1]}."
+    found = association(uncertainty, losses)
+    if not output.numeric and not losses.any():
+        return Verdict("plain", "There is no wrong answer that the uncertainty could have warned of.")
+    if output.count < 3:
+        return Verdict("unclear", f"{_few(output.count)} to tell whether uncertain predictions err more.")
+    if float(uncertainty.std()) <= 1e-6 * float(uncertainty.mean()):
+        return Verdict(
+            "plain", "Every prediction is equally uncertain, so uncertainty cannot say which ones to trust.", *_alike(output)
+        )
+    if found is None:
+        return Verdict("plain", "Every prediction errs alike, so there is nothing that uncertainty could tell apart.")
+    rho, test = found
+    if test.supported and test.direction > 0:
+        return Verdict("good", f"Uncertainty finds the errors (rank correlation {number(rho, 2)}).", compared)
+    if test.supported:
+        return Verdict(
+            "bad",
+            f"Uncertainty points the wrong way (rank correlation {number(rho, 2)}).",
+            compared,
+            "Rows that are called certain err more: do not select by uncertainty.",
+        )
+    return Verdict(
+        "unclear",
+        "It is not shown that uncertain predictions err more.",
+        compared,
+        "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows.",
+    )
+
+
+def _alike(output: Output) -> tuple[str, str]:
+    """Why all rows are equally uncertain, and what would change it."""
+    if not output.numeric:
+        return ("The stated probability of the answer is the same for all rows.", "An ensemble or a sampler adds disagreement.")
+    varying = "likelihood heteroscedastic adds noise that varies."
+    if float((output.arrays["epistemic"] / np.maximum(output.uncertainty**2, 1e-300)).max()) < COLLAPSED:
+        adds = f"An ensemble or a sampler adds disagreement; {varying}"
+        return "One noise for all rows, and draws that do not disagree.", adds
+    return "One noise for all rows, and draws that disagree equally on all of them.", varying.capitalize()

@@ -1,0 +1,360 @@
+"""`sweep`: every combination of a grid, trained in stacked groups, scored on validation data, resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plausible.analysis import metrics
+from plausible.apps.sweep.grid import Grid, Settings, Target, applied
+from plausible.apps.sweep.stacked import Stacked
+from plausible.core import serialise
+from plausible.core.data import as_data, select_rows
+from plausible.core.likelihoods import Likelihood
+from plausible.core.priors import Prior, as_prior
+from plausible.core.storage import read_json, write_json
+from plausible.engine import Checkpoint
+from plausible.engine.method import Method, create
+from plausible.engine.monitoring import Monitor
+from plausible.fitting import fit
+from plausible.methods.points.map import MAP
+from plausible.posteriors.base import Posterior
+
+log = logging.getLogger("plausible")
+CHECKPOINT_SECONDS = 240.0  # stacked states are large
+Score = Callable[[Posterior], Mapping[str, float]]
+
+
+@dataclass
+class Sweep:
+    """What a sweep found: `rows`, one for each combination in the order of the grid, with `settings`, `scores` and `curve`.
+
+    `best()` is the row with the best score: the lowest, or for log-likelihoods and accuracies the highest; those that diverged
+    come last.
+    `method(row)`, `prior(row)` and `temperature(row)` build what to fit again.
+    """
+
+    rows: list[dict[str, Any]]
+    base: Target | None = None
+    seconds: float = 0.0
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def sorted(self, by: str | None = None) -> list[dict[str, Any]]:
+        """The rows, best first."""
+        by = by or self.measure
+        known = list(self.rows[0]["scores"])
+        if by not in known:
+            raise ValueError(f"by={by!r} is not one of the scores; there are {', '.join(known)}")
+        sign = -1 if _higher_is_better(by) else 1
+
+        def order(row: dict[str, Any]) -> float:
+            value = row["scores"].get(by)
+            return math.inf if value is None else sign * value
+
+        return sorted(self.rows, key=order)
+
+    def best(self, by: str | None = None) -> dict[str, Any]:
+        """The row with the best score; refused where every setting diverged."""
+        row = self.sorted(by)[0]
+        if row["scores"][by or self.measure] is None:
+            raise ValueError("every setting diverged, so none is best; try smaller learning rates")
+        return row
+
+    @property
+    def measure(self) -> str:
+        """The score that decides where none is named: the first."""
+        return next(iter(self.rows[0]["scores"]))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Sweep:
+        """A sweep from the results.json that `plausible sweep` wrote: rows and groups, without what to fit again."""
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not content.get("rows"):
+            raise ValueError(f"{path} is not the results.json of a sweep")
+        return cls(content["rows"], groups=content.get("groups", []))
+
+    def target(self, row: Mapping[str, Any]) -> Target:
+        """Method, prior and temperature of a row."""
+        if self.base is None:
+            raise ValueError("this sweep was read from a file, which does not hold the method: take row['settings']")
+        return applied(self.base, row["settings"])
+
+    def method(self, row: Mapping[str, Any]) -> Method:
+        """The method of a row."""
+        return self.target(row).method
+
+    def prior(self, row: Mapping[str, Any]) -> Prior:
+        """The prior of a row."""
+        return self.target(row).prior
+
+    def temperature(self, row: Mapping[str, Any]) -> float:
+        """The temperature of a row, for `Model.tempered`."""
+        return float(self.target(row).temperature)
+
+    def __str__(self) -> str:
+        names = list(self.rows[0]["settings"])
+        scores = list(self.rows[0]["scores"])
+        lines = [names + scores]
+        ranked = self.sorted()
+        for row in ranked[:10]:
+            lines.append([_short(row["settings"][n]) for n in names] + [_short(row["scores"][s]) for s in scores])
+        wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        body = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, wide)) for line in lines)
+        rest = f"\n… and {len(ranked) - 10} more" if len(ranked) > 10 else ""
+        return f"{len(self.rows)} settings, best first by {self.measure}\n{body}{rest}"
+
+
+def sweep(
+    network: nn.Module,
+    data: Any,
+    method: Method | str,
+    grid: Grid | Mapping[str, Sequence[Any]],
+    validation: tuple[Any, Any],
+    *,
+    likelihood: Likelihood | None = None,
+    prior: Prior | Mapping[str, Prior] | None = None,
+    score: Score | None = None,
+    draws: int = 10,
+    every: int | None = None,
+    at_once: int = 128,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    compile: Any = "auto",
+    precision: Any = None,
+    out: str | Path | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Sweep:
+    """score(q_k | validation) for every combination k of the grid, the q_k trained as one program.
+
+    Combinations that share the shapes of the program (all but whole numbers, words and objects in the grid) are stacked on a
+    leading axis, at most `at_once` of them, and trained together from the same weights on the same batches. Each is then scored
+    on `validation` (x, y) by `draws` draws of its posterior: error and negative log-likelihood for classes, root mean squared
+    error and negative log-likelihood for numbers, or whatever `score(posterior)` says, a mapping of names to numbers of which
+    lower is better (but for "accuracy", "log_likelihood" and "auroc"). With `every` the scores are also taken
+    every so many epochs.
+
+    With `out`, a folder, finished groups and a checkpoint of the one at work are kept there, and the same call after a kill goes on
+    where it stood. The rest is as in `fit`. Cost: that of all runs, less what stacking saves; memory: `at_once` states, twice.
+    """
+    method, whole = create(method), as_prior(prior)
+    grid = grid if isinstance(grid, Grid) else Grid(grid)
+    for name, value in (("at_once", at_once), ("draws", draws), ("every", 1 if every is None else every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if score is not None and not callable(score):
+        raise TypeError(f"score must be a function of a posterior that returns a mapping of numbers, got {score!r}")
+    for name in ("callbacks", "checkpoint", "init"):
+        if name in settings:
+            raise TypeError(
+                f"{name}= is not for sweeps: they have their own checkpoints (out=) and start at the network's weights"
+            )
+    base = Target(method, whole)
+    if method.plan(1000).patience is not None:
+        raise ValueError(
+            "a sweep does not stop early: leave patience unset, and look at the scores every so many epochs (every=)"
+        )
+    groups = [part for group in grid.groups(base) for part in _parts(group, at_once)]
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"out={str(folder)!r} is a file, expected a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    judge = score or _Judge(validation, draws)
+    if isinstance(judge, _Judge):
+        judge.try_on(network, data, likelihood, settings)
+    told = _told(network, data, validation, likelihood, score, settings)
+    began = time.perf_counter()
+    done: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        identity = _digest(
+            [
+                serialise.encode(method, strict=False),
+                serialise.encode(whole, strict=False),
+                group,
+                seed,
+                draws,
+                every,
+                repr(network),
+                str(precision),
+                told,
+            ]
+        )
+        place = None if folder is None else folder / f"group-{number:03d}"
+        found = _stored(place, identity)
+        if found is None:
+            log.info("group %d of %d: %d settings stacked", number + 1, len(groups), len(group))
+            started = time.perf_counter()
+            keep = None if place is None else Checkpoint(place, seconds=CHECKPOINT_SECONDS)
+            monitor = Monitor(lambda _, posterior: {"scores": _scores(posterior, judge)}, every or 10**9)
+            posterior = fit(
+                network,
+                data,
+                Stacked(method, tuple(group)),
+                likelihood=likelihood,
+                prior=whole,
+                seed=seed,
+                device=device,
+                compile=compile,
+                precision=precision,
+                progress=progress,
+                checkpoint=keep,
+                callbacks=[monitor],
+                **settings,
+            )
+            if posterior.interrupted:
+                where = "" if place is None else f"; the same call goes on from {str(place)!r}"
+                raise KeyboardInterrupt(f"the sweep was stopped in group {number + 1} of {len(groups)}{where}")
+            found = {
+                "identity": identity,
+                "seconds": time.perf_counter() - started,
+                "steps": posterior.run["steps"],
+                "mode": posterior.run["mode"],
+                "records": monitor.records,
+                "settings": [_plain(s) for s in group],
+            }
+            del posterior
+            if place is not None:
+                write_json(place.with_suffix(".json"), found)
+                shutil.rmtree(place, ignore_errors=True)
+        done.append(found)
+    return _collected(grid, groups, done, base, time.perf_counter() - began)
+
+
+def _collected(grid: Grid, groups: list[list[Settings]], done: list[dict[str, Any]], base: Target, seconds: float) -> Sweep:
+    by_settings: dict[str, dict[str, Any]] = {}
+    for group, found in zip(groups, done):
+        for k, settings in enumerate(group):
+            curve = [{"epoch": r["epoch"], **r["scores"][k]} for r in found["records"]]
+            scores = {name: value for name, value in curve[-1].items() if name != "epoch"}
+            by_settings[repr(settings)] = {"settings": settings, "scores": scores, "curve": curve}
+    rows = [by_settings[repr(settings)] for settings in grid]
+    info = [{k: f[k] for k in ("seconds", "steps", "mode")} | {"members": len(f["settings"])} for f in done]
+    return Sweep(rows, base, seconds, info)
+
+
+def _parts(group: list[Settings], size: int) -> list[list[Settings]]:
+    """Nearly equal parts of at most `size`."""
+    count = -(-len(group) // size)
+    return [group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count)]
+
+
+def _told(network: nn.Module, data: Any, validation: Any, likelihood: Any, score: Any, settings: Mapping[str, Any]) -> Any:
+    """What else a stored group depends on: starting weights, training and validation data, likelihood, score, settings of `fit`."""
+    digest = hashlib.sha256()
+    for name, value in network.state_dict().items():
+        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    parts = []
+    for pair, mask in ((data, settings.get("mask")), (validation, None)):
+        whole = isinstance(pair, (tuple, list))
+        found = as_data(pair, dtype=torch.float64, device=torch.device("cpu"), mask=mask) if whole else None
+        parts.append(None if found is None else found.fingerprint())
+    return [digest.hexdigest(), parts, repr(likelihood), getattr(score, "__qualname__", repr(score)), repr(sorted(settings))]
+
+
+class _Judge:
+    """Error and negative log-likelihood on held-out data."""
+
+    def __init__(self, validation: Any, draws: int):
+        if not isinstance(validation, (tuple, list)) or len(validation) != 2:
+            raise TypeError(f"validation must be a pair (x, y), got {type(validation).__name__}")
+        self.x, self.y = validation
+        self.draws = draws
+        self._moved: Any = None
+
+    def try_on(self, network: nn.Module, data: Any, likelihood: Likelihood | None, settings: Mapping[str, Any]) -> None:
+        """Score a network that has seen a few rows, so that validation data that do not fit are refused before the work."""
+        if not isinstance(data, (tuple, list)):
+            return
+        dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+        whole = as_data(data, dtype=dtype, device=torch.device("cpu"), mask=settings.get("mask")).all()
+        few = select_rows(whole, slice(8))
+        own = {name: value for name, value in settings.items() if name in ("where", "output")}
+        quick = MAP(epochs=1, batch_size=None, lr=1e-12)
+        probe = fit(
+            network,
+            (few.x, few.y),
+            quick,
+            likelihood=likelihood,
+            mask=few.mask,
+            device="cpu",
+            progress=False,
+            compile=False,
+            **own,
+        )
+        try:
+            self(probe)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"validation could not be scored: {error}") from error
+        finally:
+            self._moved = None
+
+    def __call__(self, posterior: Posterior) -> dict[str, float]:
+        if self._moved is None:
+            self._moved = torch.as_tensor(self.x).to(posterior.device), torch.as_tensor(self.y).to(posterior.device)
+        x, y = self._moved
+        predictive = posterior.predict(x, draws=None if not hasattr(posterior, "means") else self.draws)
+        nll = -float(metrics.log_likelihood(predictive, y))
+        if posterior.likelihood.kind in ("classes", "binary"):
+            return {"error": 1.0 - float(metrics.accuracy(predictive, y)), "nll": nll}
+        return {"rmse": float(metrics.rmse(predictive, y)), "nll": nll}
+
+
+def _scores(posterior: Any, judge: Score) -> list[dict[str, float | None]]:
+    """Of each member; None where it diverged."""
+    found: list[dict[str, float]] = []
+    for part in posterior.parts:
+        if not _finite(part):
+            found.append({})
+            continue
+        scores = judge(part)
+        if not isinstance(scores, Mapping) or not scores:
+            raise TypeError(f"score must return a mapping of names to numbers, got {scores!r}")
+        found.append({str(name): float(value) for name, value in scores.items() if math.isfinite(float(value))})
+    names = next((list(scores) for scores in sorted(found, key=len, reverse=True)), []) or ["score"]
+    return [{name: scores.get(name) for name in names} for scores in found]
+
+
+def _finite(posterior: Posterior) -> bool:
+    """Whether the weights of a posterior are numbers: of those that are a law, means and scales."""
+    held = [*getattr(posterior, "means", {}).values(), *getattr(posterior, "scales", {}).values()]
+    held = held or list(posterior.weights(1).values())
+    return all(bool(torch.isfinite(value).all()) for value in held)
+
+
+def _stored(place: Path | None, identity: str) -> dict[str, Any] | None:
+    if place is None or not place.with_suffix(".json").exists():
+        return None
+    found = read_json(place.with_suffix(".json"))
+    if found.get("identity") != identity:
+        raise ValueError(
+            f"{place.with_suffix('.json')} holds a group of another sweep; give another folder, or remove this one"
+        )
+    return found
+
+
+def _higher_is_better(name: str) -> bool:
+    return name in ("accuracy", "log_likelihood", "auroc")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    return {name: value if isinstance(value, (int, float, str)) else repr(value) for name, value in settings.items()}
+
+
+def _short(value: Any) -> str:
+    return "diverged" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

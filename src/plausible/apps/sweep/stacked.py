@@ -1,0 +1,148 @@
+"""One step over all settings of a group: the method's own, vmapped over numbers that differ."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible.apps.sweep.grid import Settings, Target, applied, filled, stackable
+from plausible.core import random
+from plausible.core.data import Batch, Data
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.stacking import closed_over
+from plausible.core.storage import MemoryDraws
+from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
+from plausible.engine.method import Method, Plan
+from plausible.posteriors.base import MixturePosterior, Posterior
+
+if TYPE_CHECKING:
+    from plausible.engine import Fitted
+
+
+class StackedState(NamedTuple):
+    """The members' states, and the settings in which they differ, both with a leading axis."""
+
+    inner: Any
+    values: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stacked(Method):
+    """state_k' = step(state_k, batch; settings_k) for all k at once.
+
+    One method under several settings. All members start at the same weights and see the same batches, so that settings are compared
+    and not luck; their noise is their own. A member that diverges harms no other.
+    """
+
+    method: Method
+    settings: tuple[Settings, ...]
+
+    shares_batches: ClassVar[bool] = True
+
+    @property
+    def members(self) -> int:  # type: ignore[override]
+        """How many settings."""
+        return len(self.settings)
+
+    @property
+    def keeps_draws(self) -> bool:  # type: ignore[override]
+        """As the method."""
+        return self.method.keeps_draws
+
+    def one(self, model: Model, k: int) -> tuple[Method, Model]:
+        """Member k: its method and its model."""
+        target = applied(Target(self.method, model.prior, model.temperature), self.settings[k])
+        return target.method, model.with_settings(target.prior, target.temperature)
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        """That of any member: they differ in nothing that shapes it."""
+        return self._shaped.plan(num_data, per_epoch)
+
+    @functools.cached_property
+    def _shaped(self) -> Method:
+        """The method with the settings in which members do not differ (and some value of the others)."""
+        own = {name: value for name, value in self.settings[0].items() if _of_method(name)}
+        return applied(Target(self.method, None), own).method  # type: ignore[arg-type]
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """As the members ask."""
+        method, own = self.one(model, 0)
+        return model.with_prepared(method.prepare(own, data).prepared)
+
+    def start(self, model: Model, key: Tensor) -> StackedState:
+        """The members' states, stacked; refused where memory cannot hold them."""
+        states = []
+        for k in range(self.members):
+            method, own = self.one(model, k)
+            states.append(method.start(own, random.fold(key, k)))
+            if k == 0:
+                held = self.members * (2 * num_bytes(states[0]) + 3 * num_bytes(model.initial))
+                require_memory(held, key.device, f"{self.members} settings of one network; use fewer at once (at_once=…)")
+        base = Target(self.method, model.prior, model.temperature)
+        device, first = key.device, self.settings[0]
+        names = [name for name, value in first.items() if stackable(base, name, value)]
+        values = {
+            name: torch.tensor([float(own[name]) for own in self.settings], dtype=torch.float32, device=device)
+            for name in names
+        }
+        return StackedState(stack(states), values)
+
+    def step(self, model: Model, state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
+        """All members at once; what is logged is the mean over those that are finite."""
+        base = Target(self._shaped, model.prior, model.temperature)
+
+        def member(inner: Any, values: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+            target = filled(base, values)
+            return target.method.step(model.with_settings(target.prior, target.temperature), inner, batch)
+
+        plain = contextlib.nullcontext() if torch.compiler.is_compiling() else closed_over()
+        with plain:
+            inner, info = torch.func.vmap(member, randomness="different")(state.inner, state.values)
+        return StackedState(inner, state.values), _finite_means(info)
+
+    def looped_step(self, model: Model, state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
+        """One after the other, where vmap has no rule."""
+        found = []
+        for k in range(self.members):
+            method, own = self.one(model, k)
+            found.append(method.step(own, index(state.inner, k), batch))
+        return StackedState(stack([new for new, _ in found]), state.values), _finite_means(stack([i for _, i in found]))
+
+    def kept(self, model: Model, state: StackedState) -> Weights:
+        """Those of all members, in turn."""
+        return concatenate([self.method.kept(model, index(state.inner, k)) for k in range(self.members)])
+
+    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+        """The members' posteriors, as the parts of a mixture."""
+        parts = []
+        for k in range(self.members):
+            method, own = self.one(model, k)
+            store = None
+            if fitted.draws is not None:
+                store = MemoryDraws(fitted.draws.get(range(k, len(fitted.draws), self.members), model_device(model)))
+            alone = fitted._replace(state=index(fitted.state.inner, k), draws=store, history={})
+            parts.append(method.posterior(own, alone))  # the history is the mean over members, and none of theirs
+        return MixturePosterior.of(self, model, fitted, parts)
+
+
+def model_device(model: Model) -> torch.device:
+    """Where the weights are."""
+    return next(iter(model.initial.values())).device
+
+
+def _of_method(name: str) -> bool:
+    return name != "temperature" and not name.startswith("prior.")
+
+
+def _finite_means(info: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of each term over the members for which it is finite, and how many members are not."""
+    finite = torch.stack([torch.isfinite(value) for value in info.values()]).all(0)
+    count = finite.sum().clamp_min(1)
+    means = {name: torch.where(finite, value, torch.zeros_like(value)).sum() / count for name, value in info.items()}
+    return means | {"diverged": (~finite).sum().to(count.dtype).float()}

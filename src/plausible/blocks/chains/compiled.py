@@ -1,0 +1,256 @@
+"""Leapfrogs as programs: compiled in blocks for the CPU, captured in a CUDA graph on a GPU.
+
+A call of a compiled function costs some 30 µs, as much as a small leapfrog, so `BLOCK` of them go into one graph. On a GPU one
+leapfrog is captured, with its buffers, and replayed: nothing crosses the bus along a trajectory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, gaussian
+from plausible.core import weights as tree
+from plausible.core.data import ArrayData
+from plausible.core.weights import Weights
+from plausible.engine.stepper import _compiled
+
+log = logging.getLogger("plausible")
+BLOCK = 8
+NATIVE_FROM = 2_000  # gradients from which building native code or a kernel pays
+COMPILE_FROM = 100_000  # and from which compiling what is captured does
+
+
+def traced(target: ModelTarget, position: Tensor, beta: Tensor | None, precision: Tensor | None) -> Evaluation:
+    """`target.evaluate` in operations that can be compiled: `torch.func` instead of autograd; all data at once."""
+    model, batch = target.model, target.data.batch  # type: ignore[union-attr]
+    fixed = {name: model.initial[name] for name in model.points}
+    closed = model.prior.precision if not fixed else None
+
+    def one(weights: Weights) -> tuple[Tensor, Tensor]:
+        likelihood = target._sum(weights, batch)
+        return likelihood, likelihood
+
+    def prior_of(weights: Weights) -> tuple[Tensor, Tensor]:
+        named = {name: value.double() for name, value in {**fixed, **weights}.items()}
+        value = model.prior.log_prob({name: named[name] for name in model.initial})
+        return value, value
+
+    named = target.named(position)
+    grads, (likelihood, _) = torch.func.vmap(torch.func.grad_and_value(one, has_aux=True))(named)
+    gradient = tree.flatten(grads, batch_dims=1)
+    if precision is not None:
+        prior, slope = gaussian(position, precision), -precision * position
+    elif closed is not None:
+        square = position.double().square().sum(-1)
+        prior, slope = target.prior_constant - 0.5 * closed * square, -closed * position
+    else:
+        grads, (prior, _) = torch.func.vmap(torch.func.grad_and_value(prior_of, has_aux=True))(named)
+        slope = tree.flatten(grads, batch_dims=1)
+    if beta is not None:
+        gradient = beta.unsqueeze(-1).to(gradient.dtype) * gradient
+    scale = 1.0 / model.temperature
+    total = gradient + slope
+    if scale == 1.0:
+        return Evaluation(likelihood, prior, total)
+    return Evaluation(likelihood * scale, prior * scale, total * scale)
+
+
+def drift_and_kick(
+    target: ModelTarget, position: Tensor, momentum: Tensor, size: Tensor, moved: Tensor, beta: Tensor | None, precision: Any
+) -> tuple[Tensor, Tensor, Evaluation]:
+    """A leapfrog whose momentum is half a step ahead: q ← q + εM⁻¹p, p ← p + ε∇ log π(q)."""
+    position = position + moved * momentum
+    found = traced(target, position, beta, precision)
+    return position, momentum + size * found.gradient, found
+
+
+class CompiledTarget(ModelTarget):
+    """A `ModelTarget` whose leapfrogs run in compiled blocks, always with all rows (missing ones are padded)."""
+
+    programs: dict[Any, Any]
+
+    @classmethod
+    def of(cls, target: ModelTarget) -> Self:
+        """The same density, compiled when first used."""
+        found = cls.__new__(cls)
+        found.__dict__.update(target.__dict__)
+        found.programs = {}
+        return found
+
+    def _program(self, count: int, keep: bool, parts: tuple[bool, bool, bool]) -> Any:
+        if (count, keep, parts) not in self.programs:
+
+            def block(q: Tensor, p: Tensor, size: Tensor, moved: Tensor, beta: Any, precision: Any) -> Any:
+                path = []
+                for _ in range(count):
+                    q, p, found = drift_and_kick(self, q, p, size, moved, beta, precision)
+                    path.append(Point(q, p - 0.5 * size * found.gradient, *found))
+                if keep:
+                    return q, p, tuple(torch.stack(part, dim=1) for part in zip(*path))
+                return q, p, tuple(path[-1])
+
+            self.programs[count, keep, parts] = _compiled(block, resident=True)
+        return self.programs[count, keep, parts]
+
+    def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
+        """In blocks of `BLOCK`, then one by one."""
+        rows = len(point.position)
+        size = self._padded(step.unsqueeze(-1).to(self.dtype), rows)
+        moved = size * (self._padded(inverse_mass, rows) if inverse_mass.ndim > 1 else inverse_mass)
+        position = self._padded(point.position, rows)
+        momentum = self._padded(point.momentum + 0.5 * step.unsqueeze(-1).to(self.dtype) * point.gradient, rows)
+        beta = None if self.beta is None else self._padded(self.beta, rows)
+        precision = self.precision if self.precision is None or self.precision.ndim == 1 else self._padded(self.precision, rows)
+        parts = (beta is not None, precision is not None, keep)
+        pieces, left = [], count
+        while left:
+            now = BLOCK if left >= BLOCK else 1
+            position, momentum, found = self._program(now, keep, parts)(position, momentum, size, moved, beta, precision)
+            pieces.append(found)
+            left -= now
+        if not keep:
+            return Point(*(value[:rows] for value in pieces[-1]))
+        whole = [piece if piece[0].ndim == 3 else tuple(v.unsqueeze(1) for v in piece) for piece in pieces]
+        return Point(*(torch.cat(parts, dim=1)[:rows] for parts in zip(*whole)))
+
+    def _padded(self, value: Tensor, rows: int) -> Tensor:
+        if rows == self.chains or len(value) != rows:
+            return value.contiguous()
+        return torch.cat([value, value[:1].expand(self.chains - rows, *value.shape[1:])])
+
+
+class CapturedTarget(CompiledTarget):
+    """A `ModelTarget` on a GPU, one leapfrog of which is captured in a CUDA graph and replayed."""
+
+    inner: bool = False  # whether what is captured was compiled before
+
+    def _graph(self, parts: tuple[bool, bool]) -> tuple[Any, dict[str, Tensor]]:
+        if parts not in self.programs:
+            like = torch.zeros(self.chains, self.size, dtype=self.dtype, device=self.device)
+            buffers = {
+                "position": like.clone(),
+                "momentum": like.clone(),
+                "size": like[:, :1].clone(),
+                "moved": like.clone(),
+                "beta": like[:, 0].clone(),
+                "precision": like.clone() + 1.0,
+                "gradient": like.clone(),
+                "log_likelihood": like.new_zeros(self.chains, dtype=torch.float64),
+                "log_prior": like.new_zeros(self.chains, dtype=torch.float64),
+            }
+
+            def body(b: dict[str, Tensor]) -> None:
+                q, p, found = drift_and_kick(
+                    self,
+                    b["position"],
+                    b["momentum"],
+                    b["size"],
+                    b["moved"],
+                    b["beta"] if parts[0] else None,
+                    b["precision"] if parts[1] else None,
+                )
+                for name, value in (("position", q), ("momentum", p), *found._asdict().items()):
+                    b[name].copy_(value)
+
+            self.programs[parts] = (self._capture(_compiled(body, resident=True) if self.inner else body, buffers), buffers)
+        return self.programs[parts]
+
+    def _capture(self, run: Callable[[dict[str, Tensor]], None], buffers: dict[str, Tensor]) -> Any:
+        """One call as a CUDA graph, after three on the side that leave nothing to be set up."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad():
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    run(buffers)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                run(buffers)
+        return graph
+
+    def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
+        """Replayed; a path is copied out step by step."""
+        graph, b = self._graph((self.beta is not None, self.precision is not None))
+        rows = len(point.position)
+        size = step.unsqueeze(-1).to(self.dtype)
+        b["size"][:rows].copy_(size)
+        b["moved"][:rows].copy_(size * inverse_mass)
+        b["position"][:rows].copy_(point.position)
+        b["momentum"][:rows].copy_(point.momentum + 0.5 * size * point.gradient)
+        if self.beta is not None:
+            b["beta"][:rows].copy_(self.beta)
+        if self.precision is not None:
+            b["precision"][:rows].copy_(self.precision.expand(rows, -1))
+        path = []
+        for _ in range(count):
+            graph.replay()
+            if keep:
+                path.append(self._read(b, rows))
+        return Point(*(torch.stack(parts, dim=1) for parts in zip(*path))) if keep else self._read(b, rows)
+
+    @staticmethod
+    def _read(b: dict[str, Tensor], rows: int) -> Point:
+        momentum = b["momentum"] - 0.5 * b["size"] * b["gradient"]
+        return Point(
+            b["position"][:rows].clone(),
+            momentum[:rows],
+            b["log_likelihood"][:rows].clone(),
+            b["log_prior"][:rows].clone(),
+            b["gradient"][:rows].clone(),
+        )
+
+
+def can_trace(target: ModelTarget) -> bool:
+    """Whether all data are resident and evaluated at once, by vmap."""
+    resident = isinstance(target.data, ArrayData) and target.chunk >= target.data.num_data
+    return resident and target.notes["stackable"]
+
+
+def faster(target: ModelTarget, wish: Any, gradients: int) -> tuple[ModelTarget, str]:
+    """The fastest form of a target that pays for about so many gradients, and its name; decided without a clock.
+
+    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by inductor,
+    where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
+    """
+    if wish is False:
+        return target, "eager"
+    if target.device.type == "cuda" and (wish is True or gradients >= NATIVE_FROM):
+        from plausible.blocks.kernels.fused import fused_target
+
+        if (fused := fused_target(target)) is not None and _runs(fused, target):
+            return fused, "fused"
+    if target.device.type == "cpu" and (wish is True or gradients >= NATIVE_FROM):
+        from plausible.blocks.kernels.native import native_target
+
+        if (native := native_target(target)) is not None:
+            return native, "native"
+    if not can_trace(target) or (target.device.type == "cpu" and wish is not True):
+        return target, "eager"
+    kind = CapturedTarget if target.device.type == "cuda" else CompiledTarget
+    found = kind.of(target)
+    if isinstance(found, CapturedTarget):
+        found.inner = wish is True or gradients >= COMPILE_FROM
+    if not _runs(found, target):
+        return target, "eager"
+    return found, "captured" if isinstance(found, CapturedTarget) else "compiled"
+
+
+def _runs(found: ModelTarget, target: ModelTarget) -> bool:
+    """Whether a leapfrog of no length works; a warning where it does not."""
+    try:
+        q = torch.zeros(target.chains, target.size, dtype=target.dtype, device=target.device)
+        with torch.no_grad():
+            at = target.evaluate(q)
+            found.leapfrogs(Point(q, q, *at), torch.zeros(len(q), device=q.device), torch.ones_like(q[0]), 1)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        log.warning("%s leapfrogs could not be built (%s): others are taken", type(found).__name__, reason)
+        return False
+    return True

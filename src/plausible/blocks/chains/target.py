@@ -1,0 +1,300 @@
+"""The density that chains move over: log p(D | w)^β p(w) for many positions at once, with its gradient.
+
+    log π_c(q) = β_c · log p(D | q_c) + log p(q_c),        q [chains, P]
+
+A `Target` knows nothing of chains' laws; kernels ask it for values, gradients and leapfrog paths. `ModelTarget` answers for a
+model and its data, in chunks of examples where all of them at once would not fit. Sums over examples and over weights are
+taken in float64, so that energies can be compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from plausible.core import weights as tree
+from plausible.core.data import ArrayData, Batch, Data, select_rows
+from plausible.core.model import Model
+from plausible.core.weights import Weights
+
+if TYPE_CHECKING:
+    from plausible.blocks.chains.gibbs import Hierarchy
+
+log = logging.getLogger("plausible")
+
+
+class Evaluation(NamedTuple):
+    """log p(D | q) and log p(q), both `[chains]` in float64, and the gradient of β log p(D | q) + log p(q), `[chains, P]`."""
+
+    log_likelihood: Tensor
+    log_prior: Tensor
+    gradient: Tensor
+
+
+class Point(NamedTuple):
+    """A point of phase space for each chain; a path has an axis of steps behind that of chains."""
+
+    position: Tensor
+    momentum: Tensor
+    log_likelihood: Tensor
+    log_prior: Tensor
+    gradient: Tensor
+
+
+class Target(ABC):
+    """An unnormalised log density over `[chains, P]`.
+
+    `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by centred
+    Gaussians of these precisions (None: the model's own prior). `bound` gives the same target with others.
+    """
+
+    size: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    beta: Tensor | None = None
+    precision: Tensor | None = None
+    hierarchy: Hierarchy | None = None  # precisions that are sampled along, where there are any
+
+    def bound(self, *, beta: Tensor | None = None, precision: Tensor | None = None) -> Self:
+        """The same density with these powers and precisions, where they are given."""
+        found = copy.copy(self)
+        if beta is not None:
+            found.beta = beta
+        if precision is not None:
+            found.precision = precision
+        return found
+
+    @abstractmethod
+    def evaluate(self, position: Tensor) -> Evaluation:
+        """Log-likelihood, log prior and gradient at `[chains, P]`."""
+
+    def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-likelihood and log prior alone, `[chains]` each."""
+        found = self.evaluate(position)
+        return found.log_likelihood, found.log_prior
+
+    def value(self, log_likelihood: Tensor, log_prior: Tensor) -> Tensor:
+        """β · log-likelihood + log prior: `[chains]`, float64; never NaN (a density that cannot be computed is 0)."""
+        weighted = log_likelihood if self.beta is None else self.beta * log_likelihood
+        return (weighted + log_prior).nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+
+    def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
+        """`count` leapfrogs of size `step` `[chains]` (negative: backwards), diagonal inverse masses `[P]` or `[chains, P]`.
+
+            p ← p + (ε/2) ∇ log π(q),   q ← q + ε M⁻¹p,   p ← p + (ε/2) ∇ log π(q)
+
+        Returns the end, or with `keep` the whole path behind the start: `[chains, count, …]`. Cost: one gradient a step.
+        """
+        size = step.unsqueeze(-1).to(self.dtype)
+        position, momentum, _, _, gradient = point
+        moved = size * inverse_mass
+        path = []
+        momentum = momentum + 0.5 * size * gradient
+        for i in range(count):
+            position = position + moved * momentum
+            found = self.evaluate(position)
+            last = i == count - 1
+            kick = (0.5 if last else 1.0) * size * found.gradient
+            if keep:
+                half = momentum + 0.5 * size * found.gradient
+                path.append(Point(position, half, *found))
+            momentum = momentum + kick
+        if keep:
+            return Point(*(torch.stack(parts, dim=1) for parts in zip(*path)))
+        return Point(position, momentum, *found)
+
+
+class Density(Target):
+    """A target from a function of `[chains, P]`: log densities `[chains]`, taken for the likelihood of a flat prior.
+
+    For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside it,
+    the first function is the likelihood.
+    """
+
+    def __init__(
+        self,
+        log_likelihood: Callable[[Tensor], Tensor],
+        size: int,
+        *,
+        prior: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype = torch.float64,
+    ):
+        self.function, self.prior, self.size, self.dtype = log_likelihood, prior, size, dtype
+
+    def evaluate(self, position: Tensor) -> Evaluation:
+        """By autograd."""
+        with torch.enable_grad():
+            leaf = position.detach().requires_grad_()
+            likelihood = self.function(leaf)
+            if self.precision is not None:
+                prior = gaussian(leaf, self.precision)
+            elif self.prior is not None:
+                prior = self.prior(leaf)
+            else:
+                prior = torch.zeros_like(likelihood)
+            total = (likelihood if self.beta is None else self.beta * likelihood) + prior
+            (gradient,) = torch.autograd.grad(total.sum(), [leaf], materialize_grads=True)
+        return Evaluation(likelihood.detach().double(), prior.detach().double(), gradient)
+
+
+def gaussian(position: Tensor, precision: Tensor) -> Tensor:
+    """Log densities of centred Gaussians: `[chains]`, in float64."""
+    q, tau = position.double(), precision.double()
+    return 0.5 * ((tau / (2 * math.pi)).log() - tau * q.square()).sum(-1)
+
+
+class ModelTarget(Target):
+    """The posterior of a model: likelihood of all data, prior of the random weights (points and buffers stay where they are).
+
+    The network runs in evaluation mode, so that the density is one function. `chains` are evaluated together; where vmap cannot
+    stack the network, one after the other. Memory: `chunk` examples × chains at a time.
+    """
+
+    BUDGET = {"cpu": 2**28, "cuda": 2**32}  # noqa: RUF012  bytes of activations at a time
+
+    def __init__(self, model: Model, data: Data, chains: int, chunk: int | None = None):
+        self.model, self.data, self.chains = model, data, chains
+        self.like = {name: model.initial[name] for name in model.random}
+        self.rest = {**{name: model.initial[name] for name in model.points}, **model.buffers}
+        self.size = tree.num_elements(self.like)
+        first = next(iter(self.like.values()))
+        self.dtype, self.device = first.dtype, first.device
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"the network's weights are {self.dtype}: energies of chains need float32 or float64; pass network.float()"
+            )
+        self.notes = {"stackable": True}  # shared by all that `bound` gives
+        closed = model.prior.precision is not None and not model.points
+        zero = torch.zeros(1, dtype=torch.float64)
+        self.prior_constant = float(model.prior.log_prob({"q": zero})) * self.size if closed else 0.0
+        self.chunk = chunk or self._choose_chunk()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Names ↔ positions
+
+    def flatten(self, weights: Weights) -> Tensor:
+        """Named weights with a leading axis → positions `[chains, P]`."""
+        return tree.flatten({name: weights[name] for name in self.like}, batch_dims=1)
+
+    def named(self, position: Tensor) -> Weights:
+        """Positions → named random weights with a leading axis."""
+        return tree.unflatten(position, self.like)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, position: Tensor) -> Evaluation:
+        """One pass over the data, a chunk at a time; the prior's gradient in closed form where it is Gaussian."""
+        likelihood: Tensor | float = 0.0
+        gradient: Tensor | float = 0.0
+        for batch in self._batches():
+            value, part = self._likelihood(position, batch)
+            likelihood, gradient = likelihood + value, gradient + part
+        return self._joined(position, likelihood, gradient)  # type: ignore[arg-type]
+
+    def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Without gradients: about a third of the work."""
+        weights = self.named(position)
+        likelihood: Tensor | float = 0.0
+        with torch.no_grad():
+            for batch in self._batches():
+                likelihood = likelihood + self._each_chain(functools.partial(self._sum, batch=batch), weights)
+            prior, _ = self._prior(position, gradient=False)
+        scale = 1.0 / self.model.temperature
+        return likelihood * scale, prior * scale  # type: ignore[return-value]
+
+    def _joined(self, position: Tensor, likelihood: Tensor, gradient: Tensor) -> Evaluation:
+        """With the prior and the temperature of the model."""
+        prior, slope = self._prior(position)
+        weighted = gradient if self.beta is None else self.beta.unsqueeze(-1).to(self.dtype) * gradient
+        total, scale = weighted + slope, 1.0 / self.model.temperature
+        if scale == 1.0:
+            return Evaluation(likelihood, prior, total)
+        return Evaluation(likelihood * scale, prior * scale, total * scale)
+
+    def _sum(self, weights: Weights, batch: Batch) -> Tensor:
+        """Σ weight_i log p(y_i | x_i, w) of one chain, in float64."""
+        each = self.model.log_likelihood({**self.rest, **weights}, batch)
+        return (each if batch.weight is None else each * batch.weight).sum(dtype=torch.float64)
+
+    def _likelihood(self, position: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The forward pass is vmapped, and one backward pass runs over all chains: Σ_c v_c has the gradient of each v_c."""
+        with torch.enable_grad():
+            leaf = position.detach().requires_grad_()
+            value = self._each_chain(lambda w: self._sum(w, batch), self.named(leaf))
+            (gradient,) = torch.autograd.grad(value.sum(), [leaf])
+        return value.detach(), gradient
+
+    def _each_chain(self, function: Callable[[Weights], Any], weights: Weights) -> Any:
+        """The function of each chain's weights: by vmap, or one by one where vmap has no rule for the network."""
+        count = len(next(iter(weights.values())))
+        if self.notes["stackable"] and count > 1:
+            try:
+                return torch.func.vmap(function)(weights)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                found = tree.stack([function(tree.index(weights, c)) for c in range(count)])
+                log.warning("chains run one after the other: vmap cannot stack this network (%s)", str(error)[:160])
+                self.notes["stackable"] = False
+                return found
+        return tree.stack([function(tree.index(weights, c)) for c in range(count)])
+
+    def _prior(self, position: Tensor, gradient: bool = True) -> tuple[Tensor, Tensor]:
+        """Log prior `[chains]` in float64 and its gradient `[chains, P]`."""
+        if self.precision is not None:
+            return gaussian(position, self.precision), -self.precision.to(self.dtype) * position
+        fixed = {name: self.model.initial[name] for name in self.model.points}
+        precision = self.model.prior.precision
+        if precision is not None and not fixed:
+            square = position.double().square().sum(-1)
+            return self.prior_constant - 0.5 * precision * square, -precision * position
+
+        def one(weights: Weights) -> Tensor:
+            named = {name: value.double() for name, value in {**fixed, **weights}.items()}
+            return self.model.prior.log_prob({name: named[name] for name in self.model.initial})
+
+        with torch.set_grad_enabled(gradient):
+            leaf = position.detach().requires_grad_(gradient)
+            value = self._each_chain(one, self.named(leaf))
+            slope = torch.autograd.grad(value.sum(), [leaf])[0] if gradient and value.requires_grad else position * 0
+        return value.detach(), slope
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[Batch]:
+        if isinstance(self.data, ArrayData) and self.chunk >= self.data.num_data:
+            yield self.data.batch
+        else:
+            yield from self.data.chunks(self.chunk)
+
+    def _choose_chunk(self) -> int:
+        """As many examples at once as fit into the budget with all chains."""
+        example = (
+            next(iter(self.data.chunks(1))) if not isinstance(self.data, ArrayData) else select_rows(self.data.batch, slice(1))
+        )
+        held = [0]
+
+        def count(_: nn.Module, __: Any, output: Any) -> None:
+            held[0] += sum(leaf.numel() for leaf in tree.tensors(output))
+
+        leaves = [m for m in self.model.network.modules() if not any(True for _ in m.children())]
+        handles = [m.register_forward_hook(count) for m in leaves]
+        try:
+            with torch.no_grad():
+                self.model.outputs({**self.model.initial, **self.model.buffers}, example.x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        each = 2 * max(held[0], 1) * self.chains * torch.finfo(self.dtype).bits // 8
+        return max(1, min(self.data.num_data, self.BUDGET.get(self.device.type, 2**28) // each))
+
+
+__all__ = ["Density", "Evaluation", "ModelTarget", "Point", "Target"]

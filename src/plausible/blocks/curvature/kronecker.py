@@ -1,0 +1,241 @@
+"""Kronecker-factored curvature of one layer: H ≈ A ⊗ B/n, in the eigenbases of its factors.
+
+Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature; with weight sharing in the two
+senses of Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures; with
+corrected eigenvalues by George et al. (2018), Fast approximate natural gradient descent in a Kronecker-factored eigenbasis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.curvature.blocks import KINDS, WIDE, Block, squares
+from plausible.blocks.curvature.gram import add_gram
+from plausible.blocks.curvature.layers import Layer, Part
+from plausible.core.special import flushed, widest
+from plausible.core.weights import Weights
+
+Sharing = Literal["expand", "reduce"]
+EXACT = 128
+"""Sizes up to which factors are added up in float64."""
+
+
+class Kronecker(Block):
+    """H ≈ Σ_g A_g ⊗ B_g / n: A = Σ ccᵀ of the layer's inputs, B = Σ rrᵀ of the gradients at its outputs, n = Σ 1.
+
+    Where a weight is used at several positions, "expand" sums over positions as if they were examples, and "reduce" takes the mean
+    of the inputs and the sum of the gradients over the positions first. `values` [G, out, in] are the eigenvalues, in the
+    eigenbases `into` [G, in, in] (None: the standard one, of tables) and `out` [G, out, out].
+    """
+
+    kind = "kronecker"
+
+    def __init__(self, layers: Sequence[Layer], sharing: Sharing = "expand"):
+        super().__init__(layers)
+        (self.layer,) = layers
+        self.sharing = sharing
+        self.a: Tensor | None = None
+        self.b: Tensor | None = None
+        self.count = 0.0
+        self.dtype = torch.float32
+        self._corrected: Tensor | None = None
+        self.into: Tensor | None = None
+        self.out: Tensor
+        self.values: Tensor
+
+    @classmethod
+    def elements(cls, layers: Sequence[Layer]) -> int:
+        """Both factors and their eigenvectors, with copies while they are decomposed."""
+        total = 0
+        for layer in layers:
+            groups, out, into = layer.matrix_shape
+            own = into if layer.kind == "table" else 3 * into**2
+            total += groups * (own + 3 * out**2 + out * into)
+        return total
+
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
+        """Both factors; that of the inputs once."""
+        (part,) = parts
+        reduced = self.sharing == "reduce" and part.shared
+        self.b = _grown(self.b, part.rows.sum(2, keepdim=True) if reduced else part.rows)
+        self.dtype = part.rows.dtype
+        if again:
+            return
+        c, batch = part.columns, part.rows.shape[1]
+        total = float(batch if weight is None else weight.sum())
+        if self.layer.kind == "table":
+            a = self._counts(c, weight, reduced)
+            self.a = a if self.a is None else self.a.add_(a)
+            self.count += total if reduced else float(a.sum())
+        else:
+            c = c.mean(1, keepdim=True) if reduced else c
+            self.a = _grown(self.a, c, weight)
+            self.count += total * c.shape[1]
+
+    def add_final(self, columns: Tensor, b: Tensor, weight: Tensor | None) -> None:
+        """The same from the inputs [B, in] of a last layer, whose B [out, out] of the examples was made elsewhere."""
+        self.a = _grown(self.a, columns[:, None], weight)
+        b = b[None].to(_wide(b))
+        self.b = b if self.b is None else self.b.add_(b)
+        self.dtype = columns.dtype
+        self.count += float(len(columns) if weight is None else weight.sum())
+
+    def _counts(self, ids: Tensor, weight: Tensor | None, reduced: bool) -> Tensor:
+        """The diagonal of A: how often each row was used, or squares of the shares of the positions that used it."""
+        into = self.layer.matrix_shape[2]
+        each = torch.ones_like(ids, dtype=torch.float64) if weight is None else weight[:, None].expand(ids.shape).double()
+        kept = ids >= 0
+        if not reduced:
+            return torch.bincount(ids[kept], weights=each[kept], minlength=into)[None]
+        batch, positions = ids.shape
+        keys = ids + into * torch.arange(batch, device=ids.device)[:, None]
+        unique, counts = keys[kept].unique(return_counts=True)
+        shares = (counts.double() / positions).square() * each[unique // into, 0]
+        return torch.bincount(unique % into, weights=shares, minlength=into)[None]
+
+    def finish(self) -> None:
+        """Decompose the factors."""
+        assert self.a is not None
+        assert self.b is not None
+        values, self.out = eigen(self.b, self.dtype)
+        self.b = None
+        inner, self.into = (self.a, None) if self.layer.kind == "table" else eigen(self.a, self.dtype)
+        self.a = None
+        self.values = ((values / max(self.count, 1e-30))[:, :, None] * inner[:, None, :]).to(self.dtype)
+
+    def rotated(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Columns and rows in the eigenbases."""
+        c = part.columns if self.into is None else torch.einsum("btgi,gij->btgj", part.columns, self.into)
+        return c, torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
+
+    def correct(self, part: Part) -> None:
+        """Add the second moments along the eigenvectors, which take the place of the products of eigenvalues."""
+        if self.layer.kind == "table":
+            rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
+            found = squares(Part(part.layer, part.columns, rows)).T[None]
+        else:
+            c, r = self.rotated(part)
+            own = Part(part.layer, c, r)
+            if not own.shared:
+                found = torch.einsum("bgo,bgi->goi", r[:, :, 0].square().sum(0), c[:, 0].square())
+            else:
+                found = torch.stack([block.matrices().square().sum((0, 1)) for block in own.blocks()]).sum(0)
+        self._corrected = found if self._corrected is None else self._corrected + found
+
+    def corrected(self) -> None:
+        """Take the corrected eigenvalues."""
+        assert self._corrected is not None
+        self.values, self._corrected = self._corrected, None
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _precisions(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """s·values + τ: [G, out, in]."""
+        found = [precision[name] for name in self.layer.names]
+        if any(value.ndim for value in found):
+            raise ValueError(
+                "Kronecker factors need one prior precision for each layer; one for each weight works with structure='diag', "
+                "'block' or 'full'"
+            )
+        return scale * self.values + found[0]
+
+    def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """Σ log(s·values + τ)."""
+        return self._precisions(precision, scale).log().sum()
+
+    def _turn(self, matrices: Tensor, back: bool) -> Tensor:
+        """Into the eigenbases, or back: [V, G, out, in]."""
+        out = self.out if back else self.out.transpose(-1, -2)
+        found = out @ matrices
+        if self.into is None:
+            return found
+        return found @ (self.into.transpose(-1, -2) if back else self.into)
+
+    def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        """The diagonal of Λ⁻¹."""
+        found = self.out.square() @ (1 / self._precisions(precision, scale))
+        found = found if self.into is None else found @ self.into.square().transpose(-1, -2)
+        return self.layer.weights(found)
+
+    def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        """U_B (ξ/√(s·values + τ)) U_Aᵀ."""
+        xi = self.layer.matrix(noise, lead=1)
+        return self.layer.weights(self._turn(xi * self._precisions(precision, scale).rsqrt(), back=True))
+
+    def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        """Λv."""
+        turned = self._turn(self.layer.matrix(vectors, lead=1), back=False)
+        return self.layer.weights(self._turn(turned * self._precisions(precision, scale), back=True))
+
+    def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """In the eigenbases."""
+        turned = self._turn(self.layer.matrix(vector)[None], back=False)[0]
+        return (turned.square_() / self._precisions(precision, scale)).sum(dtype=widest(turned.device))
+
+    def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """Σ_ij (u_iᵀc)² (v_jᵀr_k)(v_jᵀr_l)/(s·values_ij + τ): no Jacobian where weights are not shared."""
+        (part,) = parts
+        v = 1 / self._precisions(precision, scale)
+        if self.layer.kind == "table":
+            rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
+            turned = Part(part.layer, part.columns, rows)
+        else:
+            turned = Part(part.layer, *self.rotated(part))
+            if not turned.shared:
+                r, inner = turned.rows[:, :, 0], torch.einsum("bgi,goi->bgo", turned.columns[:, 0].square(), v)
+                return torch.einsum("kbgo,bgo,lbgo->bkl", r, inner, r)
+        found = []
+        for block in turned.blocks():
+            j = block.matrices().flatten(2)
+            found.append(torch.einsum("kbp,p,lbp->bkl", j, v.reshape(-1), j))
+        return torch.cat(found)
+
+    def final(self, columns: Tensor, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """The same for a layer whose outputs are those of the network, at its inputs [B, in]: variances [B, out] alone."""
+        assert self.into is not None
+        turned = (columns @ self.into[0]).square()
+        inner = turned @ (1 / self._precisions(precision, scale))[0].T
+        return inner @ self.out[0].square().T
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Eigenvalues and eigenvectors."""
+        own = {"values": self.values, "out": self.out}
+        return own if self.into is None else {**own, "into": self.into}
+
+    @classmethod
+    def restored(cls, layers: Sequence[Layer], tensors: Mapping[str, Tensor]) -> Kronecker:
+        """From eigenvalues and eigenvectors."""
+        block = cls(layers)
+        block.values, block.out, block.into = tensors["values"], tensors["out"], tensors.get("into")
+        return block
+
+
+def _wide(matrix: Tensor) -> torch.dtype:
+    """float64 for small factors, for eigenvalues far below the largest."""
+    return torch.float64 if matrix.shape[-1] <= WIDE and matrix.device.type != "mps" else matrix.dtype
+
+
+def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) -> Tensor:
+    """A sum [G, n, n], and above its diagonal Σ weight·vvᵀ of vectors [B, ..., G, n], for weights [B]."""
+    groups, size = vectors.shape[-2:]
+    if total is None:
+        total = torch.zeros(groups, size, size, dtype=_wide(vectors), device=vectors.device)
+    if groups == 1 and size <= EXACT:
+        vectors = vectors.to(total.dtype)
+    weighted = vectors if weight is None else vectors * weight.to(vectors.dtype).reshape(-1, *[1] * (vectors.ndim - 1))
+    add_gram(total, weighted, vectors)
+    return total
+
+
+def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, not negative, and eigenvectors of this type, of symmetric matrices by their parts above the diagonal."""
+    fast = matrix.device.type == "cuda" and matrix.shape[-1] <= 1024  # where cuSOLVER is slower in single precision
+    values, vectors = torch.linalg.eigh(matrix.to(torch.float64 if fast else _wide(matrix)), UPLO="U")
+    return values.clamp(min=0), flushed(vectors.to(dtype).contiguous())  # as they are when they are read from a file
+
+
+KINDS["kronecker"] = Kronecker

@@ -1,0 +1,400 @@
+"""Perceptrons on a CPU: the log joint, its gradient and whole leapfrog paths by machine code made for the network at hand.
+
+`native_target` reads a network off a `ModelTarget`, writes C++ with its sizes as constants (`native_source`), compiles it once with
+the system's compiler, and answers as the target it was given did, up to rounding. The code lies in the user's cache folder, so that
+later processes load it at once. Where a network, a likelihood or a machine is none for which this works, the answer is None.
+
+On one core of a 2.8 GHz Xeon a leapfrog over 500 examples of a network 10-50-1 with tanh takes 23 µs in float32 and 55 µs in
+float64; a call costs 15 to 27 µs besides, and building the code 1 to 2 s of that core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, Target
+from plausible.blocks.kernels.native_build import BuildError, load
+from plausible.blocks.kernels.native_source import Layer, source
+from plausible.core.data import ArrayData
+from plausible.core.likelihoods import LOG_SCALE, Bernoulli, Categorical, Gaussian
+from plausible.core.priors import Gaussian as GaussianPrior
+from plausible.core.priors.composed import leaves
+
+log = logging.getLogger("plausible")
+
+LARGEST = 2**16
+"""Weights of a layer from which on PyTorch's matrix products win. On one core of a 2.8 GHz Xeon, in float32, PyTorch's time of a
+gradient over that of this code is 7 to 10 for layers of up to 50 × 50, 3.4 at 100 × 100, 1.9 at 200 × 200, 1.1 at 256 × 256 and
+0.8 at 784 × 400."""
+
+
+class Unsuitable(Exception):
+    """Why there is no machine code for this target."""
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise Unsuitable(reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        ("vectors", ctypes.c_long),
+        ("inputs", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("weight", ctypes.c_double),
+    ]
+
+
+class _Density(ctypes.Structure):
+    _fields_ = [
+        ("beta", ctypes.c_void_p),
+        ("precision", ctypes.c_void_p),
+        ("precision_stride", ctypes.c_long),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class _Kernel:
+    """The loaded code and the data in its layout; never changed, so that copies of a target share it."""
+
+    def __init__(self, library: ctypes.CDLL, target: ModelTarget):
+        pointer, whole, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        self.evaluate, self.leapfrogs, self.trees = library.evaluate, library.leapfrogs, library.trees
+        common: list[Any] = [ctypes.POINTER(_Problem), ctypes.POINTER(_Density), whole, number]
+        self.evaluate.argtypes = [*common, *[pointer] * 4]
+        self.leapfrogs.argtypes = [*common, whole, number, *[pointer] * 5, whole, *[pointer] * 5]
+        self.trees.argtypes = [*common, whole, whole, *[pointer] * 7, whole, pointer, whole, *[pointer] * 3]
+        batch = target.data.batch  # type: ignore[union-attr]
+        found = (ctypes.c_long * 3)()
+        library.layout(found)
+        self.lanes, self.tile, self.stride = found
+        rows = len(batch.y)
+        weight = torch.ones(rows) if batch.weight is None else batch.weight
+        self.tensors = (  # kept alive: the code has their addresses
+            self._tiled(batch.x, target.dtype),
+            self._tiled(batch.y.reshape(rows, -1), target.dtype),
+            self._tiled(weight[:, None], target.dtype),
+            torch.tensor(fixed_scales(target), dtype=torch.float64),
+        )
+        vectors = -(-rows // self.lanes)
+        self.problem = _Problem(vectors, *(t.data_ptr() for t in self.tensors), float(weight.double().sum()))
+
+    def _tiled(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[n, width]` → `[tiles, width, stride]`, zeros behind the last example."""
+        each = self.tile * self.lanes
+        tiles = -(-len(rows) // each)
+        found = _aligned((tiles, rows.shape[1], self.stride), dtype)
+        padded = torch.zeros(tiles * each, rows.shape[1], dtype=dtype)
+        padded[: len(rows)] = rows
+        found[:, :, :each] = padded.view(tiles, each, -1).transpose(1, 2)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> _Kernel:
+        return self
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that begin at a multiple of 64 bytes."""
+    count, size = math.prod(shape), dtype.itemsize
+    room = torch.zeros(count + 64 // size, dtype=dtype)
+    start = -room.data_ptr() % 64 // size
+    return room[start : start + count].view(shape)
+
+
+class NativeTarget(ModelTarget):
+    """A `ModelTarget` whose passes over the data, and leapfrog paths under Gaussian priors, are machine code.
+
+    Made by `native_target`. Chains are divided among `threads` (None: PyTorch's number), and where there are fewer chains than
+    threads the examples of each, as far as starting threads is worth the work. Other priors than centred Gaussians are
+    differentiated by autograd, a call at a time.
+    """
+
+    def __init__(self, target: ModelTarget, library: ctypes.CDLL, threads: int | None = None):
+        vars(self).update(vars(target))
+        self.kernel, self.threads = _Kernel(library, target), threads
+        self.own = own_precision(target)
+
+    def evaluate(self, position: Tensor) -> Evaluation:
+        """One pass over the data for each chain."""
+        q = self._ready(position)
+        likelihood, prior = _numbers(len(q))
+        found = Evaluation(likelihood, prior, torch.empty_like(q))
+        density, _kept = self._density(len(q))
+        self._call("evaluate", density, len(q), q, found.gradient, found.log_likelihood, found.log_prior)
+        if density.precision:
+            return found
+        prior, slope = self._prior(q)
+        scale = 1.0 / self.model.temperature
+        return Evaluation(found.log_likelihood, prior * scale, found.gradient + slope * scale)
+
+    def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Without gradients."""
+        q = self._ready(position)
+        likelihood, prior = _numbers(len(q))
+        density, _kept = self._density(len(q))
+        self._call("evaluate", density, len(q), q, None, likelihood, prior)
+        if not density.precision:
+            prior = self._prior(q, gradient=False)[0] / self.model.temperature
+        return likelihood, prior
+
+    def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
+        """`Target.leapfrogs` in one call, where the prior is Gaussian."""
+        chains = len(point.position)
+        density, _kept = self._density(chains)
+        if not density.precision or count < 1:
+            return Target.leapfrogs(self, point, step, inverse_mass, count, keep=keep)
+        q, p, g = self._ready(point.position), self._ready(point.momentum), self._ready(point.gradient)
+        size = _plain(step, self.dtype, (chains,))
+        mass, stride = self._rows(inverse_mass, chains)
+        shape = (chains, count) if keep else (chains,)
+        moved = [torch.empty((*shape, self.size), dtype=self.dtype) for _ in range(3)]
+        likelihood, prior = _numbers(shape)
+        self._call("leapfrogs", density, chains, count, int(keep), q, p, g, size, mass, stride, *moved, likelihood, prior)
+        return Point(moved[0], moved[1], likelihood, prior, moved[2])
+
+    def trees(
+        self, point: Point, step: Tensor, inverse_mass: Tensor, max_depth: int, uniform: Tensor, length: int
+    ) -> tuple[Tensor, ...] | None:
+        """What `trees.explore` says, in one call: each chain's tree by one thread; None where the prior is not Gaussian."""
+        chains = len(point.position)
+        density, _kept = self._density(chains)
+        if not density.precision:
+            return None
+        q, p, g = self._ready(point.position), self._ready(point.momentum), self._ready(point.gradient)
+        values = [_plain(part, torch.float64, (chains,)) for part in (point.log_likelihood, point.log_prior)]
+        mass, stride = self._rows(inverse_mass, chains)
+        levels = _plain(uniform, torch.float64, tuple(uniform.shape))
+        to_q, to_gradient = torch.empty_like(q), torch.empty_like(q)
+        numbers = torch.empty((chains, 7), dtype=torch.float64)
+        self._call(
+            "trees",
+            density,
+            chains,
+            max_depth,
+            length,
+            q,
+            p,
+            g,
+            *values,
+            _plain(step, self.dtype, (chains,)),
+            mass,
+            stride,
+            levels,
+            uniform.shape[1],
+            to_q,
+            to_gradient,
+            numbers,
+        )
+        return to_q, to_gradient, *numbers.unbind(1)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _ready(self, values: Tensor) -> Tensor:
+        """`[chains, P]` as the code takes it."""
+        if values.ndim != 2 or values.shape[1] != self.size or values.dtype != self.dtype:
+            raise ValueError(
+                f"positions, momenta and gradients must be {self.dtype} of shape [chains, {self.size}], got {values.dtype} "
+                f"of shape {list(values.shape)}"
+            )
+        return values if values.is_contiguous() else values.contiguous()
+
+    def _rows(self, values: Tensor, chains: int) -> tuple[Tensor, int]:
+        """Numbers for each weight, of all chains `[P]` or of each `[chains, P]`, and the stride between chains."""
+        if values.ndim < 2:
+            return _plain(values, self.dtype, (self.size,)), 0
+        return _plain(values, self.dtype, (chains, self.size)), self.size
+
+    def _density(self, chains: int) -> tuple[_Density, Any]:
+        """Powers and precisions as the code takes them, and the tensors that must live as long."""
+        beta = None if self.beta is None else _plain(self.beta, torch.float64, (chains,))
+        precision, stride = self.own if self.precision is None else self.precision, 0
+        if precision is not None:
+            precision, stride = self._rows(precision, chains)
+        pointers = [None if value is None else value.data_ptr() for value in (beta, precision)]
+        return _Density(*pointers, stride, 1.0 / self.model.temperature), (beta, precision)
+
+    def _call(self, name: str, density: _Density, chains: int, *arguments: Tensor | int | None) -> None:
+        threads = torch.get_num_threads() if self.threads is None else self.threads
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        if getattr(self.kernel, name)(self.kernel.problem, density, chains, threads, *plain):
+            raise MemoryError(f"no memory for the activations of {chains} chains: run fewer at once")
+
+
+def _numbers(shape: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
+
+
+def _plain(values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """These numbers of this type, expanded to this shape, side by side in memory."""
+    if values.dtype != dtype:
+        values = values.detach().to(dtype)
+    if values.shape != shape:
+        values = values.expand(shape)
+    return values if values.is_contiguous() else values.contiguous()
+
+
+def native_target(target: ModelTarget, threads: int | None = None) -> NativeTarget | None:
+    """The same density by machine code, or None where there is none for it (the reason is logged at level DEBUG).
+
+    For `nn.Sequential` networks of `nn.Linear` and elementwise activations, with a Gaussian, categorical or Bernoulli likelihood,
+    on data that are resident tensors `[n, inputs]` on the CPU, where all weights are random. The first call for a network waits
+    for the compiler, a few seconds; later ones load what it made.
+    """
+    try:
+        library = load(_written(target))
+        return NativeTarget(target, library, threads)
+    except (Unsuitable, BuildError) as reason:
+        log.debug("no machine code for this target: %s", reason)
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the network is
+
+
+class Perceptron(NamedTuple):
+    """Layers, the kind of likelihood, and where a learned log scale lies in a position."""
+
+    layers: list[Layer]
+    likelihood: str
+    noise: int | None
+
+
+def _written(target: ModelTarget) -> str:
+    """The program for this target; `Unsuitable` where there is none."""
+    if target.device.type != "cpu":
+        _refuse(f"weights are on {target.device}")
+    found = perceptron(target)
+    if max(layer.inputs * layer.outputs for layer in found.layers) > LARGEST:
+        _refuse(f"a layer of more than {LARGEST:,} weights, for which matrix products are faster")
+    return source(found.layers, found.likelihood, target.size, found.noise, double=target.dtype == torch.float64)
+
+
+def perceptron(target: ModelTarget) -> Perceptron:
+    """The network of this target, read off its modules; `Unsuitable` where it is another one than a perceptron."""
+    model, data = target.model, target.data
+    if target.dtype not in (torch.float32, torch.float64):
+        _refuse(f"weights are {target.dtype}")
+    if model.points or model.buffers or model.output is not None or model.precision is not None:
+        _refuse("points, buffers, output= or a precision of its own")
+    if not isinstance(model.temperature, (int, float)):
+        _refuse("stacked temperatures")
+    if not isinstance(data, ArrayData) or not isinstance(data.batch.x, Tensor):
+        _refuse("data are not resident tensors")
+    x, y = data.batch.x, data.batch.y
+    if data.batch.mask is not None:
+        _refuse("masked targets")
+    if x.ndim != 2 or x.dtype != target.dtype or x.device.type != target.device.type or not len(x):
+        _refuse(f"inputs are {x.dtype} of shape {list(x.shape)} on {x.device}")
+    offsets, at = {}, 0
+    for name, weight in target.like.items():
+        offsets[name] = at
+        at += weight.numel()
+    layers = _layers(model.network, offsets)
+    if layers[0].inputs != x.shape[1] or model.output_shape != (layers[-1].outputs,):
+        _refuse("the network changes shapes by other means")
+    own = sum(layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in layers)
+    kind, noise = _likelihood(model.likelihood, layers[-1].outputs, offsets, y)
+    own += 0 if noise is None else target.like[LOG_SCALE].numel()
+    if own != target.size:
+        _refuse("weights that are tied, frozen or of other modules")
+    return Perceptron(layers, kind, noise)
+
+
+def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tensor) -> tuple[str, int | None]:
+    """The kind of likelihood, and where its log scale lies."""
+    if type(likelihood) is Categorical and y.ndim == 1:
+        return "categorical", None
+    if y.ndim == 2 and y.shape[1] == outputs:
+        if type(likelihood) is Bernoulli:
+            return "bernoulli", None
+        if type(likelihood) is Gaussian:
+            if not isinstance(likelihood.scale, str):
+                return "gaussian", None
+            kinds = {"learned": "gaussian_learned", "per-output": "gaussian_per_output"}
+            return kinds[likelihood.scale], offsets[LOG_SCALE]
+    _refuse(f"{type(likelihood).__name__} with targets of shape {list(y.shape)}")
+
+
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules of nested Sequentials in their order, with their names."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        _refuse("hooks")
+    if type(module) is not nn.Sequential:
+        yield prefix, module
+        return
+    for name, child in module._modules.items():
+        yield from _modules(child, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _layers(network: nn.Module, offsets: dict[str, int]) -> list[Layer]:
+    """Linear layers with the activations behind them."""
+    layers: list[Layer] = []
+    for name, module in _modules(network):
+        if type(module) is nn.Linear:
+            weight, bias = (offsets.get(f"{name}{part}") for part in ("weight", "bias"))
+            if weight is None or (module.bias is not None and bias is None):
+                _refuse(f"weights of {name.rstrip('.')} are not random")
+            layers.append(Layer(module.in_features, module.out_features, weight, bias))
+        elif type(module) in (nn.Identity, nn.Dropout) or (
+            type(module) is nn.Flatten and module.start_dim in (1, -1) and module.end_dim in (1, -1)
+        ):
+            continue
+        elif (found := _activation(module)) is not None and layers and layers[-1].activation == "identity":
+            last = layers[-1]
+            layers[-1] = Layer(last.inputs, last.outputs, last.weight, last.bias, *found)
+        else:
+            _refuse(f"a module of type {type(module).__name__} where none is known")
+    if not layers:
+        _refuse("no linear layer")
+    return layers
+
+
+def _activation(module: nn.Module) -> tuple[str, tuple[float, float]] | None:
+    """The name and the settings of an elementwise activation."""
+    plain = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.Sigmoid: "sigmoid", nn.SiLU: "silu"}
+    if (name := plain.get(type(module))) is not None:
+        return name, (0.0, 0.0)
+    if type(module) is nn.Softplus:
+        return "softplus", (float(module.beta), float(module.threshold))
+    if type(module) is nn.LeakyReLU:
+        return "leaky_relu", (float(module.negative_slope), 0.0)
+    if type(module) is nn.ELU:
+        return "elu", (float(module.alpha), 0.0)
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh", (0.0, 0.0)
+    return None
+
+
+def fixed_scales(target: ModelTarget) -> list[float]:
+    """σ of each output, where it is fixed (1 where it is learned, or there is none)."""
+    scale, outputs = getattr(target.model.likelihood, "scale", None), target.model.output_shape[-1]
+    if scale is None or isinstance(scale, str):
+        return [1.0] * outputs
+    return [scale] * outputs if isinstance(scale, float) else list(scale)
+
+
+def own_precision(target: ModelTarget) -> Tensor | None:
+    """The precisions `[P]` of the model's prior, where all of it is centred Gaussian."""
+    found: dict[str, float] = {}
+    for leaf in leaves(target.model.prior, target.model.initial):
+        if type(leaf.prior) is not GaussianPrior or leaf.prior.precision is None:
+            return None
+        found |= {name: leaf.prior.precision * factor for name, factor in leaf.factors.items()}
+    return torch.cat([weight.new_full((weight.numel(),), found[name]) for name, weight in target.like.items()])
+
+
+__all__ = ["NativeTarget", "Perceptron", "Unsuitable", "fixed_scales", "native_target", "own_precision", "perceptron"]

@@ -1,0 +1,150 @@
+"""Draws pushed towards the posterior by a few steps of a sampler, whose densities stay tractable.
+
+    r ← r + ½ε σ∘∇U,   w ← w + ε σ∘r,   r ← r + ½ε σ∘∇U        U(w) = log p(w, D),  r ~ N(0, I) anew for each refinement
+
+One such step is a Langevin step, w + ½ε²σ²∘∇U + εσ∘r, and several are a trajectory of Hamiltonian Monte Carlo without its
+acceptance. Each assignment is a shear, so the map (w, r) ↦ (w', r') keeps volumes, whatever the gradient is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible.core.data import Batch
+from plausible.core.differentiation import value_and_gradient
+from plausible.core.model import Model
+from plausible.core.stacking import transformed
+from plausible.core.weights import Weights, index, num_elements, stack
+
+Slope = Callable[[Weights], tuple[Tensor, Weights, Weights]]
+"""Weights → log p(w, D), its gradient, and the network's buffers afterwards. The value is 0-d, or [S] for S stacked draws."""
+
+
+class Trajectory(NamedTuple):
+    """Where draws and momenta r'_t arrived, log p(w, D) there, Σ_t log N(r'_t) − log N(r_t), and the network's buffers."""
+
+    weights: Weights
+    momenta: list[Weights]
+    value: Tensor
+    ratio: Tensor
+    buffers: Weights
+
+
+def refine(
+    slope: Slope, weights: Weights, scales: Weights, momenta: Sequence[Weights], step_size: Tensor, leapfrog: int
+) -> Trajectory:
+    """T = len(momenta) refinements of `leapfrog` steps each, from w_0 to w_T; gradients flow through all of it.
+
+    With w_0 ~ q₀ and r_t ~ N(0, I), and r'_t where r_t arrives,
+
+        W = p(w_T, D) Π_t N(r'_t) / (q₀(w_0) Π_t N(r_t)),   E W = p(D),   E log W ≤ log p(D),
+
+    since (w_0, r_1 … r_T) ↦ (w_T, r'_1 … r'_T) keeps volumes (Salimans, Kingma & Welling 2015). With one leapfrog step N(r'_t) is
+    the density of the reverse Langevin kernel. Stacked draws have a leading axis in `weights` and `momenta`. Cost:
+    1 + T·`leapfrog` gradients.
+    """
+    value, grads, buffers = slope(weights)
+    ratio = torch.zeros_like(value)
+    moves = {name: step_size * scale for name, scale in scales.items()}
+    ends = []
+    for start in momenta:
+        r = start
+        for _ in range(leapfrog):
+            r = {name: p + 0.5 * moves[name] * grads[name] for name, p in r.items()}
+            weights = {name: w + moves[name] * r[name] for name, w in weights.items()}
+            value, grads, buffers = slope(weights)
+            r = {name: p + 0.5 * moves[name] * grads[name] for name, p in r.items()}
+        ends.append(r)
+        ratio = ratio + 0.5 * (_squares(start, value) - _squares(r, value))
+    return Trajectory(weights, ends, value, ratio, buffers)
+
+
+def log_initial(standard: Mapping[str, Tensor], scales: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """Log q₀(w_0) = Σ log N(w_0; μ, σ²) at w_0 = μ + σ∘z, from z and σ: of the shape of `like`."""
+    volume = torch.stack([scale.log().sum() for scale in scales.values()]).sum()
+    return -0.5 * _squares(standard, like) - volume - 0.5 * math.log(2 * math.pi) * num_elements(scales)
+
+
+def _squares(weights: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """|w|², of the shape of `like`: summed over all axes but those that count draws."""
+    return torch.stack([w.square().reshape(*like.shape, -1).sum(-1) for w in weights.values()]).sum(0).to(like.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slopes
+
+
+def slope_in_training(model: Model, points: Weights, buffers: Weights, batch: Batch) -> Slope:
+    """The slope of one draw inside an objective: its gradient can be differentiated once more.
+
+    By autograd that keeps its graph, or by nested `torch.func.grad` where the step is compiled or stacked. The network runs in
+    training mode, each time from the same buffers.
+    """
+
+    def joint(weights: Weights) -> tuple[Tensor, Weights]:
+        moving = {name: value.clone() for name, value in buffers.items()}
+        return model.log_joint({**weights, **points, **moving}, batch, train=True), moving
+
+    def slope(weights: Weights) -> tuple[Tensor, Weights, Weights]:
+        if transformed():
+            grads, (value, moving) = torch.func.grad_and_value(joint, has_aux=True)(weights)
+            return value, grads, moving
+        value, moving = joint(weights)
+        found = torch.autograd.grad(value, list(weights.values()), create_graph=True, materialize_grads=True)
+        return value, dict(zip(weights, found)), moving
+
+    return slope
+
+
+def slope_of_draws(model: Model, fixed: Weights, batches: Callable[[], Iterable[Batch]], *, own: bool = False) -> Slope:
+    """The slope of stacked draws, the network in evaluation mode: values [S] in float64.
+
+    `batches()` are the parts of the data, whose log-likelihoods are added up; with `own`, one batch with a leading axis that has
+    for each draw rows of its own, scaled by N/B. Draws run one by one where vmap has no rule for the network.
+    """
+
+    def likelihood(weights: Weights, batch: Batch) -> tuple[Tensor, tuple[()]]:
+        everything = {**weights, **fixed}
+        if own:
+            return model.scaled_log_likelihood(everything, batch), ()
+        each = model.log_likelihood(everything, batch)
+        return (each if batch.weight is None else each * batch.weight).sum(), ()
+
+    def prior(weights: Weights) -> tuple[Tensor, tuple[()]]:
+        return model.log_prior({**weights, **fixed}), ()
+
+    def add(total: Any, function: Any, weights: Weights, *batch: Batch) -> Any:
+        axes = [Batch(*(None if part is None else 0 for part in b)) if own else None for b in batch]  # type: ignore[arg-type]
+        value, _, grads = _over_draws(function, weights, axes, batch)
+        value = value.double()
+        return (value, grads) if total is None else (total[0] + value, {n: g + total[1][n] for n, g in grads.items()})
+
+    def slope(weights: Weights) -> tuple[Tensor, Weights, Weights]:
+        total = add(None, prior, weights)
+        for batch in batches():
+            total = add(total, likelihood, weights, batch)
+        value, grads = total
+        return value / model.temperature, {name: g / model.temperature for name, g in grads.items()}, {}
+
+    return slope
+
+
+def _over_draws(function: Any, weights: Weights, axes: list[Any], batch: Sequence[Batch]) -> Any:
+    one = lambda w, *b: value_and_gradient(function, w, *b)  # noqa: E731
+    try:
+        return torch.func.vmap(one, in_dims=(0, *axes), randomness="different")(weights, *batch)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        count = len(next(iter(weights.values())))
+        return stack(
+            [
+                one(index(weights, s), *(b if axis is None else index(b, s) for b, axis in zip(batch, axes)))
+                for s in range(count)
+            ]
+        )

@@ -1,0 +1,317 @@
+"""The tensor type, and what it does where it is used: see `plausible.stochastic`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from plausible.blocks.stochastic.noise import Noise
+from plausible.core.weights import Weights
+
+ESTIMATORS = ("weights", "local", "flipout")
+FALLBACK = "weights (fallback)"  # sampled, since it is used otherwise than once by a linear operation
+
+# Operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels.
+_LINEAR = {
+    F.linear: 0,
+    torch.conv1d: 1,
+    torch.conv2d: 2,
+    torch.conv3d: 3,
+    torch.conv_transpose1d: 1,
+    torch.conv_transpose2d: 2,
+    torch.conv_transpose3d: 3,
+}
+
+# What may be asked of a weight without using its value.
+_METADATA = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "names",
+    "itemsize",
+    "nbytes",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "element_size",
+    "get_device",
+    "is_cuda",
+    "is_cpu",
+    "is_mps",
+    "is_meta",
+    "is_xpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_mkldnn",
+    "is_nested",
+    "is_complex",
+    "is_floating_point",
+    "is_signed",
+    "is_conj",
+    "is_neg",
+    "is_inference",
+    "is_contiguous",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "__len__",
+}
+
+
+class Gaussian(Tensor):
+    """N(mean, scale²) in the place of a parameter; made by `gaussian`."""
+
+    _is_param = True  # isinstance(weight, nn.Parameter) holds
+    _mean: Tensor
+    _scale: Tensor
+    _noise: Any  # Noise or _Survey
+    _estimator: str
+    _name: str
+    _tracked: bool  # whether gradients are wanted of its draw, wherever it is first used
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Metadata as of a parameter, the estimator in linear operations, a sampled weight anywhere else."""
+        kwargs = {} if kwargs is None else kwargs
+        if func in _LINEAR:
+            return _linear(func, *args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute
+            name = func.__self__.__name__
+            if name == "requires_grad":
+                return args[0]._mean.requires_grad or args[0]._scale.requires_grad
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Gaussian, _value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Gaussian({self._name!r}, shape={tuple(self.shape)}, estimator={self._estimator!r})"
+
+
+def gaussian(mean: Tensor, scale: Tensor, noise: Noise, estimator: str = "weights", name: str | None = None) -> Tensor:
+    """N(mean, scale²), elementwise, as a tensor that a network takes for a parameter.
+
+    `mean` and `scale` have one shape; gradients flow to both. `name` tells the weights of one `Noise` apart (numbered where none
+    is given). With estimator "weights" (or `FALLBACK`, which `survey` gives) it is sampled here and now: a plain tensor.
+    With "local" and "flipout" it is a `Gaussian`, for this pass only. A `RuntimeError` says if it is used again after its noise
+    went into the outputs of a linear operation: `survey` tells which weights must be sampled instead.
+    """
+    if estimator != FALLBACK and estimator not in ESTIMATORS:
+        raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")
+    name = _check(mean, scale, noise, name)
+    if estimator not in ("weights", FALLBACK):
+        return _made(mean, scale, noise, estimator, name)
+    return _draw(mean, scale, noise, estimator, name, noise.normal(name, mean))
+
+
+def gaussians(
+    means: Mapping[str, Tensor], scales: Mapping[str, Tensor], noise: Noise, ways: str | Mapping[str, str]
+) -> Weights:
+    """`gaussian` for each name of `means`; `ways` is an estimator, or one for each name as `survey` gives it.
+
+    The weights to be sampled share one draw of noise, which costs less than one draw each; what a weight gets then depends on
+    the names drawn with it.
+    """
+    chosen = {name: ways if isinstance(ways, str) else ways[name] for name in means}
+    sampled = {name: mean for name, mean in means.items() if chosen[name] in ("weights", FALLBACK)}
+    numbers = noise.normals(sampled)
+    made = {}
+    for name, mean in means.items():
+        if name not in sampled:
+            made[name] = gaussian(mean, scales[name], noise, chosen[name], name)
+        else:
+            _check(mean, scales[name], noise, name)
+            made[name] = _draw(mean, scales[name], noise, chosen[name], name, numbers[name])
+    return made
+
+
+def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], estimator: str) -> dict[str, str]:
+    """For each weight how its noise can be drawn: the estimator where one linear operation uses it, and `FALLBACK` elsewhere.
+
+    Where the operation uses the weight at several places of an example (convolutions, linear layers over a sequence), local noise
+    would be independent between places that one draw of the weight moves together: averages over places would lose it, and
+    expectations under such noise are not those under q. Flipout has one draw for all places of an example: it is used there.
+
+    Calls `function(weights)` once, at the means, and counts the uses of each weight; let it run the network in evaluation mode, so
+    that dropout and running statistics see nothing of it. A weight that is used twice (tied, or in a module that is called in a
+    loop), by other operations, or by code that hides its operations (a custom `torch.autograd.Function`, a scripted function) is to
+    be sampled. With estimator "weights" nothing is run.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")
+    if estimator == "weights":
+        return dict.fromkeys(means, estimator)
+    count = _Survey()
+    with torch.enable_grad():  # for `_Survey.count`
+        detached = {name: mean.detach() for name, mean in means.items()}
+        function({name: _made(mean, mean, count, estimator, name) for name, mean in detached.items()})
+    ways: dict[tuple[str, ...], str] = {("linear",): estimator, ("places",): "flipout"}
+    return {name: ways.get(tuple(count.uses.get(name, ())), FALLBACK) for name in means}
+
+
+def log_density(
+    draws: Mapping[str, Tensor], means: Mapping[str, Tensor], scales: Mapping[str, Tensor], *, detached: bool = False
+) -> Tensor:
+    """Log q(w) = Σ log N(w; μ, σ²) in nats, over the names of `draws` (say `noise.drawn`): 0-d.
+
+    `detached=True` stops the gradient through μ and σ in the density, so that it flows through the draws alone: "sticking the
+    landing" (Roeder, Wu & Duvenaud, 2017), whose estimate of the gradient has no variance where q is exact.
+    """
+    if not draws:
+        raise ValueError("draws: got none; log q(w) needs sampled weights, from estimator='weights'")
+    terms = []
+    for name, draw in draws.items():
+        mean, scale = means[name], scales[name]
+        if detached:
+            mean, scale = mean.detach(), scale.detach()
+        standard = (draw - mean) / scale
+        terms.append(-(0.5 * standard * standard + scale.log() + 0.5 * math.log(2 * math.pi)).sum())
+    return torch.stack(terms).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a weight is used
+
+
+class _Survey:
+    """In the place of noise: counts the uses of each weight, all of which see its mean."""
+
+    def __init__(self) -> None:
+        self.uses: dict[str, list[str]] = {}
+
+    def count(self, name: str, use: str) -> None:
+        if not torch.is_grad_enabled():  # inside a custom autograd function, which would see no gradient of the weight
+            use = "hidden"
+        self.uses[name] = [*self.uses.get(name, []), use]
+
+
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:
+    """Op(x, w) by the estimator of the weight, or of the bias where the weight is not random."""
+    x, weight, bias = _value(input), _settled(weight), _settled(bias)
+    if isinstance(weight, Gaussian) and isinstance(bias, Gaussian) and weight._estimator != bias._estimator:
+        weight, bias = _value(weight), _value(bias)
+
+    def op(x: Tensor, of: Callable[[Gaussian], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
+        w, b = (of(part) if isinstance(part, Gaussian) else otherwise(part) for part in (weight, bias))
+        return func(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * _LINEAR[func])
+
+    mean = op(x, lambda part: part._mean, lambda value: value)
+    parts = [part for part in (weight, bias) if isinstance(part, Gaussian)]
+    if not parts:
+        return mean
+    noise, name = parts[0]._noise, parts[0]._name
+    if isinstance(noise, _Survey):
+        several = mean.numel() > math.prod(_per_example(mean, func))  # the weight acts at several places of one example
+        for part in parts:
+            noise.count(part._name, "places" if several else "linear")
+        return mean
+    for part in parts:
+        _spend(part)
+    if parts[0]._estimator == "local":
+        variance = op(x * x, lambda part: part._scale * part._scale, lambda _: None)
+        return mean + _root(variance) * noise.normal(f"{name}: local", mean)
+    signed = x * noise.signs(f"{name}: in", _per_example(x, func), x) if isinstance(weight, Gaussian) else x
+    change = op(signed, lambda part: part._scale * noise.normal(part._name, part._mean), lambda _: None)
+    return mean + change * noise.signs(f"{name}: out", _per_example(mean, func), mean)
+
+
+def _per_example(x: Tensor, func: Any) -> list[int]:
+    """The shape of signs for each example and channel; the first axis counts examples, where the channels are not the first."""
+    spatial = _LINEAR[func]
+    shape = [1] * x.dim()
+    shape[-1 - spatial] = x.shape[-1 - spatial]
+    if x.dim() > spatial + 1:
+        shape[0] = x.shape[0]
+    return shape
+
+
+def _root(variance: Tensor) -> Tensor:
+    """√v with gradient 0 at v = 0, and 0 for the v < 0 that rounding may leave."""
+    positive = variance > 0
+    return torch.where(positive, variance, 1.0).sqrt() * positive
+
+
+def _settled(part: Any) -> Any:
+    """The value of a weight that has been sampled; anything else as it is."""
+    if isinstance(part, Gaussian) and not isinstance(part._noise, _Survey):
+        return part._noise.drawn.get(part._name, part)
+    return part
+
+
+def _value(part: Any) -> Any:
+    """The value of a weight, sampled now if it was not before; anything else as it is."""
+    part = _settled(part)
+    if not isinstance(part, Gaussian):
+        return part
+    noise, name = part._noise, part._name
+    if isinstance(noise, _Survey):
+        noise.count(name, "other")
+        return part._mean
+    if name in noise._spent:
+        raise _used_again(part)
+    with torch.set_grad_enabled(part._tracked):
+        return _draw(part._mean, part._scale, noise, FALLBACK, name, noise.normal(name, part._mean))
+
+
+def _draw(mean: Tensor, scale: Tensor, noise: Noise, way: str, name: str, numbers: Tensor) -> Tensor:
+    noise._note(name, way)
+    noise.drawn[name] = drawn = torch.addcmul(mean, scale, numbers)
+    return drawn
+
+
+def _spend(part: Gaussian) -> None:
+    noise, name = part._noise, part._name
+    if name in noise._spent:
+        raise _used_again(part)
+    noise._spent.add(name)
+    noise._note(name, part._estimator)
+
+
+def _used_again(part: Gaussian) -> RuntimeError:
+    return RuntimeError(
+        f"weight {part._name!r} is used a second time in this pass, after its {part._estimator} noise went into the outputs of a "
+        "linear operation; one draw for both uses must be sampled beforehand: take the estimators from stochastic.survey, or "
+        "estimator='weights' (and make a new Noise for each forward pass)"
+    )
+
+
+def _made(mean: Tensor, scale: Tensor, noise: Noise | _Survey, estimator: str, name: str) -> Gaussian:
+    if isinstance(noise, _Survey):
+        values = mean
+    else:
+        values = torch.full((), math.nan, dtype=mean.dtype, device=mean.device).expand(mean.shape)
+    made: Any = values.as_subclass(Gaussian)
+    made._mean, made._scale, made._noise, made._estimator, made._name = mean, scale, noise, estimator, name
+    made._tracked = torch.is_grad_enabled()
+    return made
+
+
+def _check(mean: Tensor, scale: Tensor, noise: Noise, name: str | None) -> str:
+    """The name to use."""
+    name = f"weight {len(noise._names)}" if name is None else name
+    if name in noise._names:
+        raise ValueError(f"name: {name!r} was given to two weights of one Noise, expected a name for each")
+    if scale.shape != mean.shape or scale.dtype != mean.dtype:
+        raise ValueError(
+            f"scale of {name!r}: got shape {tuple(scale.shape)} of {scale.dtype}, expected those of its mean, "
+            f"{tuple(mean.shape)} of {mean.dtype}; say scale.expand_as(mean)"
+        )
+    if not mean.is_floating_point():
+        raise TypeError(f"mean of {name!r}: got {mean.dtype}, expected floating point")
+    noise._names.add(name)
+    return name

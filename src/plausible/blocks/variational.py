@@ -1,0 +1,58 @@
+"""Pieces of variational objectives: entropies, expectations under the prior, weights of the KL term."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from plausible.core.priors import Prior
+from plausible.core.schedules import Schedule, rate
+
+HALF_LOG_2PIE = 0.5 * math.log(2 * math.pi * math.e)
+
+
+def entropy(scales: Mapping[str, Tensor]) -> Tensor:
+    """H(q) = Σ log σ + ½ log 2πe of independent Gaussians, in nats: 0-d."""
+    count = sum(scale.numel() for scale in scales.values())
+    return torch.stack([scale.log().sum() for scale in scales.values()]).sum() + HALF_LOG_2PIE * count
+
+
+def expected_log_prior(
+    prior: Prior, means: Mapping[str, Tensor], scales: Mapping[str, Tensor]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """E_q log p(w) over the weights with a closed form, in nats, and the names of those that have none."""
+    first = next(iter(means.values()))
+    total, rest = torch.zeros((), dtype=first.dtype, device=first.device), []
+    for name, mean in means.items():
+        term = prior.expectation(name, mean, scales[name])
+        if term is None:
+            rest.append(name)
+        else:
+            total = total + term
+    return total, tuple(rest)
+
+
+def blundell(step: Tensor, batches: int) -> Tensor:
+    """M·π_i with π_i = 2^{M−i}/(2^M − 1) = 2^{−i}/(1 − 2^{−M}), i = 1 … M the batch within its epoch: 0-d, mean 1 over an epoch.
+
+    Blundell et al. (2015), eq. 9: the first batches feel the prior, the later ones the data. Finite for any M.
+    """
+    i = (step % batches + 1).to(torch.float32)
+    return torch.exp2(-i) * (batches / (1.0 - 2.0**-batches))
+
+
+def kl_weight(kind: str | float | Schedule, step: Tensor, steps: int, batches: int) -> Tensor | float:
+    """The factor of the KL term at this step; 1 is the bound itself."""
+    if kind == "uniform":
+        return 1.0
+    if kind == "blundell":
+        return blundell(step, batches)
+    return rate(kind, step, steps)  # type: ignore[arg-type]
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """ρ with log(1 + e^ρ) = value, also for small and large values."""
+    return value + torch.log(-torch.expm1(-value))

@@ -1,5 +1,0 @@
-"""The command line: `plausible fit`, `predict`, `info`, `methods` and `demo`."""
-
-from plausible.cli.app import app, main
-
-__all__ = ["app", "main"]

@@ -1,0 +1,326 @@
+"""Data on its way to the model: tensors, arrays, frames, data sets and loaders → batches on the device.
+
+`as_data` turns whatever the user has into one of two kinds. `ArrayData` is resident on the device and is indexed there;
+`StreamData` (a `Dataset` or a `DataLoader`) is fetched batch by batch and never copied whole. Which rows make up batch `t` is a
+pure function of the seed, so that a resumed run sees what an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
+from plausible.core.random import generator, permutation
+from plausible.core.weights import tree_map
+
+log = logging.getLogger("plausible")
+
+
+class Batch(NamedTuple):
+    """Inputs (a tensor or a tree of tensors), targets, and optional example weights and mask of observed targets."""
+
+    x: Any
+    y: Tensor
+    weight: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def num_rows(x: Any) -> int:
+    """Length of the leading axis of a tree of inputs."""
+    if isinstance(x, Tensor):
+        return x.shape[0]
+    return len(pytree.tree_leaves(x)[0])
+
+
+def take(x: Any, rows: Any) -> Any:
+    """Select rows of every leaf of a tree of inputs."""
+    if isinstance(x, Tensor):
+        return x[rows]
+    return tree_map(lambda leaf: leaf[rows], x)
+
+
+def select_rows(batch: Batch, rows: Any) -> Batch:
+    """Select rows of every part of a batch."""
+    weight = None if batch.weight is None else batch.weight[rows]
+    mask = None if batch.mask is None else batch.mask[rows]
+    return Batch(take(batch.x, rows), batch.y[rows], weight, mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two kinds of data
+
+
+class Order:
+    """Which rows make up batch t: epochs of fresh permutations, cut into batches of equal size across their borders.
+
+    Every batch is full, every row is visited equally often, and batch t is a pure function of (seed, member, t).
+    """
+
+    def __init__(self, num_data: int, batch_size: int, seed: int, members: int | None = None):
+        self.num_data, self.batch_size, self.seed, self.members = num_data, batch_size, seed, members
+        self._cache: dict[tuple[int, int], Tensor] = {}
+
+    def _permutation(self, member: int, epoch: int) -> Tensor:
+        if (member, epoch) not in self._cache:
+            self._cache = {k: v for k, v in self._cache.items() if k[1] >= epoch - 1}
+            stream = generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
+            self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
+        return self._cache[member, epoch]
+
+    def _rows(self, member: int, first: int, count: int) -> Tensor:
+        start, stop = first * self.batch_size, (first + count) * self.batch_size
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.num_data)
+            length = min(stop - start, self.num_data - offset)
+            parts.append(self._permutation(member, epoch)[offset : offset + length])
+            start += length
+        return torch.cat(parts).view(count, self.batch_size)
+
+    def __call__(self, first: int, count: int) -> Tensor:
+        """Row indices of batches first … first+count−1: [count, batch], or [count, members, batch]."""
+        if self.members is None:
+            return self._rows(0, first, count)
+        return torch.stack([self._rows(member, first, count) for member in range(self.members)], dim=1)
+
+
+def _num_held_out(fraction: float, count: int) -> int:
+    held = max(1, round(fraction * count))
+    if held >= count:
+        raise ValueError(f"holdout={fraction} of {count} examples leaves nothing to train on")
+    return held
+
+
+@dataclass
+class ArrayData:
+    """Examples resident on the device as tensors."""
+
+    batch: Batch
+    num_data: int
+
+    resident = True
+
+    def rows(self, index: Tensor | slice) -> Batch:
+        """The examples of these rows; an index [members, batch] gives stacked batches."""
+        return select_rows(self.batch, index)
+
+    def all(self) -> Batch:
+        """The whole data as one batch."""
+        return self.batch
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """One pass in order."""
+        for start in range(0, self.num_data, size):
+            yield self.rows(slice(start, start + size))
+
+    def split(self, fraction: float, seed: int) -> tuple[ArrayData, ArrayData]:
+        """A seeded split into (training, held-out) parts."""
+        held = _num_held_out(fraction, self.num_data)
+        order = permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
+        return ArrayData(self.rows(order[held:]), self.num_data - held), ArrayData(self.rows(order[:held]), held)
+
+    def fingerprint(self) -> str:
+        """A hash of shapes, types and values (of evenly spaced rows where there are many)."""
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf in pytree.tree_leaves(tuple(self.batch)):
+            if not isinstance(leaf, Tensor):
+                continue
+            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            stride = max(1, leaf.numel() * leaf.element_size() // 2**26)
+            digest.update(leaf[::stride].contiguous().cpu().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
+        return digest.hexdigest()
+
+
+@dataclass
+class StreamData:
+    """Examples that arrive batch by batch, from a map-style `Dataset` or from a loader; `check` looks at each batch's targets."""
+
+    source: Any
+    num_data: int
+    dtype: torch.dtype
+    device: torch.device
+    mask: Any = None
+    check: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    told: bool = False
+
+    resident = False
+
+    @property
+    def indexable(self) -> bool:
+        """True for a map-style data set, whose rows can be asked for."""
+        return not isinstance(self.source, DataLoader) and hasattr(self.source, "__getitem__")
+
+    def convert(self, item: Any) -> Batch:
+        """A collated item (x, y) or (x, y, weights) → a checked batch on the device."""
+        if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
+            kind = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+            raise ValueError(f"data must yield (x, y) or (x, y, weights), got a {kind}; wrap your data set so that it does")
+        x, y, *rest = item
+        x = as_inputs(x, dtype=self.dtype, device=self.device)
+        y, observed = as_targets(y, self.mask, dtype=self.dtype)
+        if num_rows(x) != len(y):
+            raise ValueError(f"x has {num_rows(x)} examples and y has {len(y)} in one batch: they must be equally many")
+        if self.check is not None:
+            y = self.check(y, observed)
+        weight = as_example_weights(rest[0], len(y), self.dtype).to(self.device) if rest else None
+        return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
+
+    def rows(self, index: Tensor) -> Batch:
+        """The examples of these rows (map-style data sets only)."""
+        items = [self.source[int(i)] for i in index]
+        try:
+            return self.convert(default_collate(items))
+        except RuntimeError as error:
+            raise ValueError(f"data: examples cannot be put into one batch, do they differ in shape? {error}") from None
+
+    def passes(self) -> Iterator[Batch]:
+        """One pass over the source in its own order."""
+        if self.indexable:
+            yield from self.chunks(256)
+            return
+        seen = largest = 0
+        for item in self.source:
+            batch = self.convert(item)
+            seen, largest = seen + len(batch.y), max(largest, len(batch.y))
+            yield batch
+        if abs(seen - self.num_data) >= largest and not self.told and not torch.distributed.is_initialized():
+            self.told = True
+            log.warning(
+                "one pass over the data gave %s examples, but num_data is %s, by which the likelihood is scaled; pass num_data=%s",
+                f"{seen:,}",
+                f"{self.num_data:,}",
+                seen,
+            )
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """One pass in pieces of about `size`."""
+        if not self.indexable:
+            yield from self.passes()
+            return
+        for start in range(0, self.num_data, size):
+            yield self.rows(torch.arange(start, min(start + size, self.num_data)))
+
+    def all(self) -> Batch:
+        """A stream cannot be had whole."""
+        raise ValueError(
+            "this needs the whole data at once (batch_size=None, or a full-data sampler) and got a streamed data set; "
+            "pass tensors or arrays, or a batch_size"
+        )
+
+    def split(self, fraction: float, seed: int) -> tuple[StreamData, StreamData]:
+        """A seeded split of a map-style data set."""
+        if not self.indexable:
+            raise ValueError(
+                "early stopping needs a held-out part, which a loader cannot give; pass arrays or a map-style Dataset"
+            )
+        held = _num_held_out(fraction, self.num_data)
+        order = permutation(seed, 2**31 - 1, self.num_data)
+        parts = []
+        for rows in (order[held:], order[:held]):
+            subset = torch.utils.data.Subset(self.source, rows.tolist())
+            parts.append(replace(self, source=subset, num_data=len(rows)))
+        return parts[0], parts[1]
+
+    def fingerprint(self) -> str:
+        """Kind and length: the values of a stream are not read for this."""
+        return f"{type(self.source).__name__}:{self.num_data}"
+
+
+Data = ArrayData | StreamData
+
+
+def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = None, num_data: int | None = None) -> Data:
+    """Whatever the user has → `ArrayData` or `StreamData`, checked.
+
+    `(x, y)` or `(x, y, weights)` of tensors, arrays or frames (x may be a tree of them); a `TensorDataset`, any map-style
+    `Dataset`, or a `DataLoader` (an iterable one needs `num_data`).
+    """
+    if isinstance(data, (ArrayData, StreamData)):
+        return data
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, (tuple, list)):
+        return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
+    if is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)) or not _is_source(data):
+        raise TypeError(
+            f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}"
+            + "; for a data frame pass (frame[inputs], frame[[target]])" * is_frame(data)
+        )
+    if mask is not None and not isinstance(mask, str):
+        raise ValueError("mask= as an array goes with data given as arrays; for data sets and loaders use mask='nan'")
+    known, certain = _length(data)
+    if known is None and num_data is None:
+        raise ValueError("data has no known length: pass num_data=, the number of examples in one pass")
+    if certain and num_data not in (None, known):
+        raise ValueError(f"num_data={num_data} contradicts the length {known} of the data set")
+    total = known if num_data is None else num_data
+    if isinstance(total, bool) or not isinstance(total, int) or total < 0:
+        raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
+    if total == 0:
+        raise ValueError("data is empty: the data set has no examples")
+    return StreamData(
+        DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data, total, dtype, device, mask
+    )
+
+
+def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any, num_data: int | None) -> ArrayData:
+    if len(data) not in (2, 3):
+        raise ValueError(f"data must be (x, y) or (x, y, weights), got {len(data)} parts")
+    x, y, *rest = data
+    x = as_inputs(x, dtype=dtype, device=device)
+    count = num_rows(x)
+    y, observed = as_targets(y, mask, dtype=dtype)
+    if count != len(y):
+        raise ValueError(f"x has {count} examples and y has {len(y)}: they must be equally many")
+    if count == 0:
+        raise ValueError("data is empty: x and y have no examples")
+    if num_data not in (None, count):
+        raise ValueError(f"num_data={num_data} contradicts the {count} examples given; leave it out for arrays")
+    weight = as_example_weights(rest[0], count, dtype) if rest and rest[0] is not None else None
+    refuse_nothing_left(weight, observed)
+    move = lambda part: None if part is None else part.to(device)  # noqa: E731
+    return ArrayData(Batch(x, y.to(device), move(weight), move(observed)), count)
+
+
+def _is_source(data: Any) -> bool:
+    return isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _length(data: Any) -> tuple[int | None, bool]:
+    """The number of examples that a data set or a loader draws from, where it is known, and whether that is certain.
+
+    A sampler of a part of the data set, such as `SubsetRandomSampler`, counts for its own length; a loader without a batch size
+    yields batches that somebody else has made, of a number of examples that nobody has said.
+    """
+    if not isinstance(data, DataLoader):
+        length = len(data) if hasattr(data, "__len__") else None
+        return length, length is not None and not isinstance(data, IterableDataset)
+    if data.batch_sampler is None:
+        return None, False
+    length, certain = _length(data.dataset)
+    sampler = data.sampler
+    if isinstance(data.dataset, IterableDataset) or isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return length, certain and type(data.batch_sampler) is BatchSampler
+    partial = hasattr(sampler, "__len__") and not isinstance(sampler, (WeightedRandomSampler, DistributedSampler))
+    return len(sampler) if partial else length, False  # type: ignore[arg-type]

@@ -1,0 +1,571 @@
+"""The model: network + likelihood + prior + number of data = one log joint.
+
+    log p(w, D) ≈ (N / B) Σ_{i in batch} weight_i · log p(y_i | f(x_i; w)) + log p(w)
+
+A `Model` owns a private copy of the network, so the user's module is never touched. Its functions are pure in the weights
+they are given and run under `torch.func` transforms, `torch.compile` and CUDA-graph capture alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from plausible.blocks.adversarial import with_neighbours
+from plausible.core import weights as tree
+from plausible.core.data import Batch, as_inputs, num_rows, take
+from plausible.core.differentiation import value_and_gradient
+from plausible.core.likelihoods import Likelihood
+from plausible.core.networks import (
+    OutputError,
+    Where,
+    carry_over,
+    check_parameters,
+    choose,
+    describe,
+    how_to_call,
+    keep_gradients,
+    last_uses,
+    layer,
+    private_copy,
+    reset_of,
+    slots,
+    without_cudnn,
+)
+from plausible.core.priors import Prior
+from plausible.core.stacking import transformed
+from plausible.core.weights import Weights
+
+log = logging.getLogger("plausible")
+
+
+class Joint(NamedTuple):
+    """One evaluation of the log joint: value (tempered), its two terms, the scaled gradient, the network's buffers afterwards.
+
+    The gradient is `grads + l2 · weights`; `l2` is 0 unless it was asked for.
+    """
+
+    value: Tensor
+    log_likelihood: Tensor
+    log_prior: Tensor
+    grads: Weights
+    buffers: Weights
+    l2: float = 0.0
+
+
+class Model:
+    """network + likelihood + prior + number of data: one log joint over named weights.
+
+    `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
+    parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
+    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on
+    a few examples to learn its shapes.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        likelihood: Likelihood,
+        prior: Prior,
+        *,
+        num_data: int,
+        initial: Weights,
+        random: tuple[str, ...],
+        buffers: Weights,
+        output: Callable[[Any], Tensor] | None = None,
+        output_shape: tuple[int, ...] = (),
+        target_ndim: int = 1,
+        temperature: float = 1.0,
+        initial_draws: Weights | None = None,
+        precision: torch.dtype | None = None,
+        steps: int = 1,
+        seed: int = 0,
+        evaluated: tuple[str, ...] = (),
+        radius: Tensor | None = None,
+        prepared: Any = None,
+        per_epoch: int = 0,
+    ):
+        self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
+        self.initial, self.random, self.buffers = initial, random, buffers
+        self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
+        self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
+        self.seed, self.evaluated, self.radius, self.prepared = seed, evaluated, radius, prepared
+        self.per_epoch = per_epoch
+        self.points = tuple(name for name in initial if name not in random)
+        self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
+        self._spread = how_to_call(network)
+        self._slots = slots(network)
+        on_gpu = any(parameter.is_cuda for parameter in network.parameters())
+        self._recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase) and on_gpu]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Building
+
+    @classmethod
+    def build(
+        cls,
+        network: nn.Module,
+        likelihood: Likelihood,
+        prior: Prior,
+        example: Batch,
+        *,
+        num_data: int,
+        where: Where = None,
+        output: Callable[[Any], Tensor] | None = None,
+        device: torch.device | str = "cpu",
+        precision: torch.dtype | None = None,
+        check_targets: bool = True,
+    ) -> Model:
+        """Copy the network, run it on `example`, check shapes, and decide which weights are random.
+
+        `check_targets=False` leaves the targets to the caller, who has all of them or has none.
+        """
+        if output is not None and not callable(output):
+            raise TypeError(f"output must be a function of what the network returns, got {output!r}")
+        private = private_copy(network).to(device)
+        parameters = {n: p.detach().clone() for n, p in private.named_parameters() if p.requires_grad}
+        check_parameters(parameters)
+        # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
+        modes = {n: m.training for n, m in network.named_modules()}
+        evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
+        model = cls(
+            private,
+            likelihood,
+            prior,
+            num_data=num_data,
+            initial=parameters,
+            random=tuple(parameters),
+            buffers={},
+            output=output,
+            precision=precision,
+            evaluated=evaluated,
+        )
+        outputs, uses = model._probe(example)
+        model.output_shape = tuple(outputs.shape[1:])
+        model.target_ndim = example.y.ndim
+        if check_targets:
+            likelihood.check(outputs.shape, example.y, mask=example.mask)
+        noise = likelihood.initial_weights(model.output_shape, dtype=outputs.dtype, device=outputs.device)
+        initial = {**parameters, **noise}
+        random = choose(initial, where, model._layer_of(max(uses, key=lambda name: uses[name])))
+        if not any(name in uses for name in random):
+            raise ValueError(
+                f"where={where!r} chooses {', '.join(random)}, which do not influence the output: nothing can be inferred"
+            )
+        if unused := [name for name in parameters if name not in uses]:
+            log.warning("these weights do not influence the output, so data say nothing of them: %s", ", ".join(unused))
+        prior.log_prob(initial)  # every weight has a rule, and shapes fit
+        return model._replace(initial=initial, random=random, buffers=model._moving_buffers(example))
+
+    def _replace(self, **changes: Any) -> Model:
+        settings = {
+            name: getattr(self, name)
+            for name in (
+                "network",
+                "likelihood",
+                "prior",
+                "num_data",
+                "initial",
+                "random",
+                "buffers",
+                "output",
+                "output_shape",
+                "target_ndim",
+                "temperature",
+                "initial_draws",
+                "precision",
+                "steps",
+                "seed",
+                "evaluated",
+                "radius",
+                "prepared",
+                "per_epoch",
+            )
+        }
+        settings.update(changes)
+        return Model(**settings)
+
+    def check_inputs(self, x: Any, *, train: bool = False, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Outputs at the initial weights (or those given) for a few inputs, or an error that says why there are none."""
+        variables = weights if weights is not None else {**self.initial, **self.buffers}
+        try:
+            outputs = self.outputs(variables, x, train=train)
+        except OutputError:
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
+            hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" * whole
+            raise ValueError(
+                f"network could not be run on the inputs x ({describe(x)})"
+                + " in training mode" * train
+                + f": {type(error).__name__}: {error}{hint}"
+            ) from error
+        rows = num_rows(x)
+        if outputs.ndim == 0 or outputs.shape[0] != rows:
+            raise ValueError(
+                f"network must return one output row per example: {rows} examples gave outputs of shape "
+                f"{tuple(outputs.shape)}; if another part of its result is meant, pass output="
+            )
+        if not outputs.is_floating_point():
+            raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
+        if self.output_shape and tuple(outputs.shape[1:]) != self.output_shape:
+            raise ValueError(
+                f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {self.output_shape}"
+            )
+        return outputs
+
+    def _probe(self, example: Batch) -> tuple[Tensor, dict[str, int]]:
+        """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+        leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
+        with torch.enable_grad():
+            outputs = self.check_inputs(example.x, weights=leaves)
+        self._check_one_row(example, outputs)
+        uses = last_uses(outputs, leaves)
+        dead = set(uses) - self._moving_the_output(leaves, list(uses), outputs, example)
+        uses = {name: when for name, when in uses.items() if name not in dead}
+        if not uses:
+            raise ValueError(
+                "the network's weights do not influence its output (is the forward pass under torch.no_grad, are results "
+                "detached, multiplied by zero, or always clamped?): nothing can be inferred"
+            )
+        return outputs.detach(), uses
+
+    def _check_one_row(self, example: Batch, outputs: Tensor) -> None:
+        """Refuse networks that lose the axis of examples where there is one example alone."""
+        try:
+            with torch.no_grad():
+                one = self.outputs({**self.initial, **self.buffers}, take(example.x, [0]))
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return  # what one row alone does to a network is judged where it happens
+        if one.shape != (1, *outputs.shape[1:]):
+            raise ValueError(
+                f"network gives outputs of shape {tuple(one.shape)} for one example and {tuple(outputs.shape)} for "
+                f"{len(outputs)}: it loses the axis of examples; where it ends in squeeze(), write squeeze(-1)"
+            )
+
+    def _moving_the_output(self, leaves: Weights, names: list[str], outputs: Tensor, example: Batch) -> set[str]:
+        """Those of the named weights whose gradient is not exactly zero, here or at other weights and inputs around.
+
+        Dead units have none at the given weights, saturated ones none at the given inputs, and inputs of zero give none to the
+        weights that multiply them. Inputs that are no real numbers cannot be moved, and networks that fail at other weights cannot
+        be asked: weights then count as moving it.
+        """
+        real = all(leaf.is_floating_point() for leaf in tree.tensors(example.x))
+        stream = torch.Generator().manual_seed(0)
+        found: set[str] = set()
+        for scale, keep in ((0.0, True), (0.3, True), (1.0, True), (0.03, False), (1.0, False)):
+            near = leaves
+            if scale and not real:
+                return set(names)
+            if scale:
+
+                def moved(t: Tensor, keep: bool = True, scale: float = scale) -> Tensor:
+                    return t.detach() * keep + scale * torch.randn(t.shape, generator=stream).to(t)
+
+                near = {name: moved(weight).requires_grad_() for name, weight in leaves.items()}
+                inputs = tree.tree_map(functools.partial(moved, keep=keep), example.x)
+                try:
+                    with torch.enable_grad():
+                        outputs = self.check_inputs(inputs, weights=near)
+                except (ValueError, TypeError):
+                    return set(names)
+            missing = [name for name in names if name not in found]
+            direction = torch.randn(outputs.shape, generator=stream).to(outputs)
+            if not outputs.requires_grad:
+                continue
+            with torch.enable_grad():
+                along = (outputs * direction).sum()  # grad_outputs= would import a library of symbols, half a second of it
+            grads = torch.autograd.grad(along, [near[n] for n in missing], allow_unused=True)
+            found |= {n for n, g in zip(missing, grads) if g is not None and bool((g != 0).any())}
+            if len(found) == len(names):
+                break
+        return found
+
+    def _moving_buffers(self, example: Batch) -> Weights:
+        """The buffers that a training pass changes, such as running statistics."""
+        before = {n: b.detach().clone() for n, b in self.network.named_buffers()}
+        if not before:
+            return {}
+        x = example.x if num_rows(example.x) > 1 else take(example.x, [0, 0])
+        after = {n: b.clone() for n, b in before.items()}
+        devices = {b.device for b in before.values() if b.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            self.check_inputs(x, train=True, weights={**self.initial, **after})
+        keep_gradients(self.network.eval())
+        return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
+
+    def last_layer(self, example: Batch) -> tuple[str, ...]:
+        """The names of the weights of the layer that is used last, on these examples."""
+        uses = self._probe(example)[1]
+        return self._layer_of(max(uses, key=lambda name: uses[name]))
+
+    def _layer_of(self, weight: str) -> tuple[str, ...]:
+        """The names of all trained weights in the layers that hold this one (tied weights are held by several)."""
+        holders = {id(holder) for holder, _ in self._slots[weight]}
+        return tuple(
+            name
+            for name in self.initial
+            if layer(name) == layer(weight) or any(id(holder) in holders for holder, _ in self._slots.get(name, ()))
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The network as a function of its weights
+
+    def _call(self, variables: Mapping[str, Tensor], x: Any) -> Any:
+        arguments, keywords = self._spread(x)
+        if transformed():
+            own = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
+            result = functional_call(self.network, own, arguments, keywords)
+            if self.network.training:
+                for name, left in own.items():  # where functional_call leaves what the network assigned to its buffers
+                    if name not in self.initial:
+                        carry_over(variables[name], left)
+            return result
+        # Eager: put the tensors straight into the private copy; functional_call costs as much as a small layer.
+        kept = []
+        for key, value in variables.items():
+            for holder, name in self._slots.get(key, ()):
+                kept.append((holder, name, holder[name]))
+                holder[name] = value
+        try:
+            result = self.network(*arguments, **keywords)
+            if self.network.training:
+                for key, value in variables.items():
+                    if key not in self.initial and key in self._slots:
+                        holder, name = self._slots[key][0]
+                        carry_over(value, holder[name])
+            return result
+        finally:
+            for holder, name, value in kept:
+                holder[name] = value
+
+    def outputs(self, weights: Mapping[str, Tensor], x: Any, *, train: bool = False) -> Tensor:
+        """f(x; w) for one set of weights (buffers may be among them): [N, *outputs].
+
+        `train=True` runs the network in training mode (dropout on, batch statistics); it then updates the buffers given in
+        `weights` in place.
+        """
+        if self.network.training != train:
+            self.network.train(train)
+            for name in self.evaluated if train else ():
+                self.network.get_submodule(name).training = False
+            keep_gradients(self.network)
+        if self._recurrent and not all(layer.training for layer in self._recurrent):
+            with without_cudnn():
+                result = self._called(weights, x)
+        else:
+            result = self._called(weights, x)
+        if self.output is not None:
+            result = self._pick(result)
+        if not isinstance(result, Tensor):
+            hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"
+            raise OutputError(
+                f"network returned {type(result).__name__}, expected a tensor: say which part is f(x) with output=, "
+                f"for example output={hint}"
+            )
+        return result.to(_first(weights).dtype) if self.precision is not None else result
+
+    def _called(self, weights: Mapping[str, Tensor], x: Any) -> Any:
+        """In the model's precision."""
+        if self.precision is None:
+            return self._call(weights, x)
+        with torch.autocast(device_type=_first(weights).device.type, dtype=self.precision):
+            return self._call(weights, x)
+
+    def _pick(self, result: Any) -> Any:
+        assert self.output is not None
+        try:
+            return self.output(result)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise OutputError(
+                f"output= failed on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
+            ) from error
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The log joint
+
+    def noise(self, weights: Mapping[str, Tensor]) -> Weights:
+        """The likelihood's own weights among these."""
+        return {name: weights[name] for name in self.likelihood_names}
+
+    def log_likelihood(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
+        """Log p(y_i | x_i, w) for each example of the batch: [B]; outputs summed, masked ones left out, not weighted."""
+        outputs = self.outputs(weights, batch.x, train=train)
+        each = self.likelihood.log_prob(outputs, batch.y, self.noise(weights))
+        if batch.mask is not None:
+            each = torch.where(batch.mask, each, torch.zeros_like(each))
+        return each.flatten(1).sum(1) if each.ndim > 1 else each
+
+    def log_prior(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Log p(w), summed over all trained weights."""
+        return self.prior.log_prob({name: weights[name] for name in self.initial})
+
+    def scaled_log_likelihood(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
+        """(N/B) Σ weight_i log p(y_i | x_i, w): 0-d."""
+        scale = self.num_data / num_rows(batch.x)
+        if batch.weight is None and batch.mask is None:
+            outputs = self.outputs(weights, batch.x, train=train)
+            total = self.likelihood.total(outputs, batch.y, self.noise(weights))
+        else:
+            each = self.log_likelihood(weights, batch, train=train)
+            total = (each if batch.weight is None else each * batch.weight).sum()
+        return total if scale == 1.0 else total * scale
+
+    def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
+        """((N/B) Σ weight_i log p(y_i | x_i, w) + log p(w)) / temperature: an unbiased estimate from a batch."""
+        value = self.scaled_log_likelihood(weights, batch, train=train) + self.log_prior(weights)
+        return self._tempered(value)
+
+    def _tempered(self, value: Tensor) -> Tensor:
+        stacked = isinstance(self.temperature, Tensor)
+        return value if not stacked and self.temperature == 1.0 else value / self.temperature
+
+    @property
+    def closed_precision(self) -> float | None:
+        """The precision of a centred Gaussian prior that `gradient` adds in closed form; None where autograd sees the prior."""
+        return None if isinstance(self.temperature, Tensor) else self.prior.precision
+
+    def gradient(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Batch,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        train: bool = True,
+        scale: float = 1.0,
+        leave_l2: bool = False,
+    ) -> Joint:
+        """The log joint, its parts, and the gradient of scale · log joint with respect to `weights`.
+
+        Differentiated by `value_and_gradient`, in the way that is fastest where it is called. A centred Gaussian prior never
+        enters autograd: its gradient is added in closed form, or, with `leave_l2`, left to the optimiser as `Joint.l2` (so that
+        grads + l2·w is the gradient).
+        """
+        if self.radius is not None:
+            batch = with_neighbours(self, weights, batch, buffers or {}, self.radius, train=train)
+        factor = scale / self.temperature
+        precision = self.closed_precision
+
+        def objective(w: Weights, part: Batch, buffered: Weights) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
+            moving = {name: b.clone() for name, b in buffered.items()}
+            total = self.scaled_log_likelihood({**w, **moving}, part, train=train)
+            if precision is not None:
+                return total * factor, (total.detach(), total.detach(), moving)
+            prior = self.log_prior(w)
+            return (total + prior) * factor, (total.detach(), prior.detach(), moving)
+
+        _, (total, prior, moved), grads = value_and_gradient(objective, weights, batch, dict(buffers or {}))
+        l2 = 0.0
+        if precision is not None:
+            l2 = -factor * precision
+            with torch.no_grad():
+                prior = self.log_prior(weights)
+                if not leave_l2:
+                    # not torch.add(…, alpha=l2): the compiler folds that into the matrix product before it and loses alpha
+                    grads = {n: g + l2 * weights[n] for n, g in grads.items()}
+                    l2 = 0.0
+        value = total + prior
+        return Joint(self._tempered(value), total, prior, grads, moved, l2)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Model → Model
+
+    def tempered(self, temperature: float) -> Model:
+        """The model whose log joint is divided by `temperature`: below 1 a cold posterior, above 1 a flattened one."""
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
+        return self._replace(temperature=self.temperature * temperature)
+
+    def with_settings(self, prior: Prior | None = None, temperature: Any = None) -> Model:
+        """The model with another prior or another temperature, whose numbers may be 0-d tensors where settings are stacked."""
+        return self._replace(
+            prior=self.prior if prior is None else prior, temperature=self.temperature if temperature is None else temperature
+        )
+
+    def restricted(self, names: Iterable[str]) -> Model:
+        """The model in which only these weights are random; the others are points."""
+        return self._replace(random=tuple(names))
+
+    def attacked(self, radius: Tensor) -> Model:
+        """The model whose gradients also see each example moved by `radius` to where it is least likely."""
+        return self._replace(radius=radius)
+
+    def with_prepared(self, prepared: Any) -> Model:
+        """The model with what a method found out about it before the run, for its own use."""
+        return self._replace(prepared=prepared)
+
+    def starting_at(self, weights: Mapping[str, Tensor], draws: Weights | None = None) -> Model:
+        """The model whose optimisers and chains start at these weights (buffers may be among them)."""
+        for name, value in self.initial.items():
+            if name not in weights or weights[name].shape != value.shape:
+                found = f"has shape {tuple(weights[name].shape)}" if name in weights else "is missing"
+                raise ValueError(f"{name!r} {found} among the weights to start at, expected shape {tuple(value.shape)}")
+        initial = {name: weights[name].detach().clone().to(value) for name, value in self.initial.items()}
+        buffers = {name: weights.get(name, value).detach().clone().to(value) for name, value in self.buffers.items()}
+        return self._replace(initial=initial, buffers=buffers, initial_draws=draws)
+
+    def to(self, device: torch.device | str) -> Model:
+        """The same model with all tensors on another device."""
+        draws = None if self.initial_draws is None else tree.to(self.initial_draws, device)
+        return self._replace(
+            network=copy.deepcopy(self.network).to(device),
+            initial=tree.to(self.initial, device),
+            buffers=tree.to(self.buffers, device),
+            initial_draws=draws,
+            radius=None if self.radius is None else self.radius.to(device),
+        )
+
+    def for_run(self, *, num_data: int, steps: int, seed: int, per_epoch: int = 0) -> Model:
+        """The model of one run: its number of data (a part may be held out), of steps (also in an epoch), and its seed."""
+        return self._replace(num_data=num_data, steps=steps, seed=seed, per_epoch=per_epoch)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Starting points
+
+    def reinitialised(self, generator: torch.Generator) -> Weights:
+        """Fresh initial weights: each submodule's own `reset_parameters`, with this generator's seed.
+
+        Frozen parameters stay; so do bare parameters whose module offers no reset.
+        """
+        seed = int(torch.randint(2**62, (), generator=generator))
+        network = copy.deepcopy(self.network)
+        devices = {w.device for w in self.initial.values() if w.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
+            torch.manual_seed(seed)
+            for module in network.modules():
+                if (reset := reset_of(module)) is not None:
+                    reset()
+        fresh = {n: p.detach().clone() for n, p in network.named_parameters() if n in self.initial}
+        return {name: fresh.get(name, value).clone() for name, value in self.initial.items()}
+
+    def not_reinitialisable(self) -> list[str]:
+        """Names of trained parameters whose module has no `reset_parameters` that can be called without arguments."""
+        names = []
+        for prefix, module in self.network.named_modules():
+            if reset_of(module) is not None:
+                continue
+            names += [f"{prefix}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
+        return [name for name in names if name in self.initial]
+
+    def prior_functions(self, x: Any, draws: int, seed: int = 0) -> Tensor:
+        """f(x; w) for w ~ p(w): what the prior believes before any data. [draws, N, *outputs]."""
+        from plausible.core import random
+
+        first = _first(self.initial)
+        inputs = as_inputs(x, dtype=first.dtype, device=first.device)
+        stacked = self.prior.sample(self.initial, random.generator(seed, 11), draws)
+        with torch.no_grad():
+            found = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
+        return torch.stack(found)
+
+
+def _first(weights: Mapping[str, Tensor]) -> Tensor:
+    return next(iter(weights.values()))

@@ -1,0 +1,216 @@
+"""Priors made of priors: a rule per name pattern, and scales that fall with fan-in."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible.core.priors.base import Prior, total
+from plausible.core.priors.rules import Gaussian
+from plausible.core.serialise import register
+
+
+@register
+@dataclass(frozen=True)
+class Patterns(Prior):
+    """A prior for each name pattern, e.g. `Patterns({"*.bias": Flat(), "*": Gaussian(0.5)})`; the first match wins.
+
+    Patterns are shell-style (`*`, `?`, `[...]`), matched against the whole name with case. A weight without a match is
+    an error. Stored as a tuple of pairs.
+    """
+
+    rules: tuple[tuple[str, Prior], ...]
+
+    def __post_init__(self) -> None:
+        pairs = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
+        try:
+            pairs = tuple((pattern, prior) for pattern, prior in pairs)
+        except (TypeError, ValueError):
+            raise TypeError(f"Patterns: rules must map patterns to priors, got {self.rules!r}") from None
+        if not pairs:
+            raise ValueError('Patterns: rules is empty; give at least {"*": Gaussian(scale=1.0)}')
+        for pattern, prior in pairs:
+            if not isinstance(pattern, str):
+                raise TypeError(f"Patterns: a pattern must be a string, got {pattern!r}")
+            if not isinstance(prior, Prior):
+                raise TypeError(f"Patterns: the rule for {pattern!r} must be a prior, got {prior!r}{_hint(prior)}")
+        object.__setattr__(self, "rules", pairs)
+
+    def rule(self, name: str) -> Prior:
+        """The prior of the first pattern that matches."""
+        return self.rules[self._index(name)][1].rule(name)
+
+    def _index(self, name: str) -> int:
+        patterns = tuple(pattern for pattern, _ in self.rules)
+        return _first_match(name, patterns)
+
+    @property
+    def proper(self) -> bool:
+        """Whether all rules are proper."""
+        return all(prior.proper for _, prior in self.rules)
+
+    @property
+    def independent(self) -> bool:
+        """Whether all rules are of independent elements."""
+        return all(prior.independent for _, prior in self.rules)
+
+    def parted(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Prior, dict[str, Tensor]]]:
+        """Patterns, their priors and the weights that they match, where there are any."""
+        groups: list[dict[str, Tensor]] = [{} for _ in self.rules]
+        for name, weight in weights.items():
+            groups[self._index(name)][name] = weight
+        return [(pattern, prior, group) for (pattern, prior), group in zip(self.rules, groups) if group]
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The sum over the rules, each applied to all its weights at once."""
+        return total(prior.log_prob(group) for _, prior, group in self.parted(weights))
+
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:
+        """The log density by the rule of this name."""
+        return self.rule(name).elementwise(name, weight)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
+        """E log p(w) by the rule of this name."""
+        return self.rule(name).expectation(name, mean, scale)
+
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        """Draws by the rule of this name."""
+        return self.rule(name).draw(name, like, generator, draws)
+
+    def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
+        """Weights one by one where they are independent, else rule by rule."""
+        if self.independent:
+            return super().sample(like, generator, draws)
+        drawn: dict[str, Tensor] = {}
+        for _, prior, group in self.parted(like):
+            drawn |= prior.sample(group, generator, draws)
+        return {name: drawn[name] for name in like}
+
+
+@register
+@dataclass(frozen=True)
+class FanIn(Prior):
+    """w = z/√n with z from the base prior and n the fan-in: log p(w) = log p_z(w·√n) + ½ log n.
+
+    Neal (1996), Bayesian learning for neural networks: the prior over functions keeps its scale as layers widen. n is
+    the product of all axes but the first: inputs × kernel in linear and convolutional layers. Weights with fewer than
+    two axes (biases, norms) and the likelihood's own weights keep the base prior as it is.
+    """
+
+    prior: Prior
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, Prior):
+            raise TypeError(f"FanIn: prior must be a prior, got {self.prior!r}{_hint(self.prior)}")
+
+    def rule(self, name: str) -> Prior:
+        """The base rule of this name, scaled."""
+        return FanIn(self.prior.rule(name))
+
+    @property
+    def proper(self) -> bool:
+        """As the base prior."""
+        return self.prior.proper
+
+    @property
+    def independent(self) -> bool:
+        """As the base prior."""
+        return self.prior.independent
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The base prior's for all rescaled weights at once, with the Jacobian."""
+        sizes = {name: _fan_in(name, weight) for name, weight in weights.items()}
+        jacobian = sum(0.5 * math.log(sizes[name]) * weight.numel() for name, weight in weights.items())
+        return self.prior.log_prob({name: w * math.sqrt(sizes[name]) for name, w in weights.items()}) + jacobian
+
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:
+        """The log density of the rescaled weight, with the Jacobian."""
+        fan_in = _fan_in(name, weight)
+        base = self.prior.elementwise(name, weight * math.sqrt(fan_in))
+        return base + 0.5 * math.log(fan_in)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
+        """E log p(w) of the rescaled weight, with the Jacobian."""
+        fan_in = _fan_in(name, mean)
+        base = self.prior.expectation(name, mean * math.sqrt(fan_in), scale * math.sqrt(fan_in))
+        return None if base is None else base + 0.5 * math.log(fan_in) * mean.numel()
+
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        """Draws of the base prior over √n."""
+        return self.prior.draw(name, like, generator, draws) / math.sqrt(_fan_in(name, like))
+
+    def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
+        """Weights one by one where they are independent, else together."""
+        if self.independent:
+            return super().sample(like, generator, draws)
+        drawn = self.prior.sample(like, generator, draws)
+        return {name: value / math.sqrt(_fan_in(name, like[name])) for name, value in drawn.items()}
+
+
+class Leaf(NamedTuple):
+    """A prior that is not made of others, the patterns that lead to it, and its weights: w·√factor follow it."""
+
+    prior: Prior
+    path: str
+    factors: dict[str, int]
+
+
+def leaves(prior: Prior, weights: Mapping[str, Tensor]) -> list[Leaf]:
+    """The priors that patterns and fan-in lead to, each with all its weights."""
+    if isinstance(prior, Patterns):
+        parts = [(pattern, leaf) for pattern, own, group in prior.parted(weights) for leaf in leaves(own, group)]
+        return [leaf._replace(path=f"{pattern} {leaf.path}".strip()) for pattern, leaf in parts]
+    if isinstance(prior, FanIn):
+        return [
+            leaf._replace(factors={n: factor * _fan_in(n, weights[n]) for n, factor in leaf.factors.items()})
+            for leaf in leaves(prior.prior, weights)
+        ]
+    return [Leaf(prior, "", dict.fromkeys(weights, 1))]
+
+
+def _first_match(name: str, patterns: tuple[str, ...]) -> int:
+    for index, pattern in enumerate(patterns):
+        if fnmatch.fnmatchcase(name, pattern):
+            return index
+    raise ValueError(
+        f"no prior for the weight {name!r}: none of the patterns {', '.join(map(repr, patterns))} matches; add a rule "
+        'for it, or a last rule "*" for all others'
+    )
+
+
+# A constant for torch.compile, as torch.compiler.assume_constant_result would mark it; that call imports the compiler,
+# which takes longer than importing torch.
+_first_match._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _fan_in(name: str, weight: Tensor) -> int:
+    if weight.ndim < 2 or name.startswith("likelihood."):
+        return 1
+    return max(math.prod(weight.shape[1:]), 1)
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return f"; did you mean Gaussian(scale={value})?"
+    return ""
+
+
+def as_prior(prior: Prior | Mapping[str, Prior] | None) -> Prior:
+    """A prior as it is, a mapping from name patterns as `Patterns`, None as `Gaussian(scale=1.0)`."""
+    if prior is None:
+        return Gaussian(scale=1.0)
+    if isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, Mapping):
+        return Patterns(prior)  # type: ignore[arg-type]
+    raise TypeError(
+        f"prior must be one of plausible.priors, a mapping from name patterns to them, or None, got {prior!r} "
+        f"of type {type(prior).__qualname__}{_hint(prior)}"
+    )

@@ -1,0 +1,211 @@
+"""An earlier posterior as the prior of what comes next."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plausible.core.priors.base import Prior, total
+from plausible.core.stacking import transformed
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+class Earlier(Prior):
+    """log p(w) = −½ (w − μ)ᵀ Λ (w − μ) + ½ log det Λ − ½ d log 2π: the posterior N(μ, Λ⁻¹) of earlier data as the prior.
+
+        first = pl.fit(net, task_1, pl.Laplace(structure="kron"))
+        both = pl.fit(net, task_2, pl.Laplace(structure="kron"), prior=pl.priors.Earlier(first), init=first)
+
+    By Bayes' rule p(w | D₁, D₂) ∝ p(D₂ | w) p(w | D₁): with the Gaussian of the first task in the place of p(w | D₁) nothing of D₁
+    is needed any more. With Kronecker factors that is the online Laplace approximation of Ritter, Botev and Barber (2018), with
+    diagonal ones Kirkpatrick et al.'s (2017) elastic weight consolidation with its sums put right (Huszár 2018), and with
+    `MeanField` posteriors variational continual learning (Nguyen et al. 2018).
+
+    `posterior` is one of `Laplace`, which gives Λ as `precision_product(δ)`, or independent Gaussians (`MeanField` and its kin),
+    of which Λ is 1/σ². Weights that were no part of it, points and new ones, keep `rest`: by default the prior it was fitted with.
+    Unless Λ is diagonal this is one density over all its weights together: no density for single ones (`elementwise`), and
+    `log_prob` needs all of them. It holds tensors, not settings: a file names it, and `load` wants it again.
+
+    Cost of `log_prob`: one product Λδ.
+    """
+
+    def __init__(self, posterior: Any, rest: Prior | Mapping[str, Prior] | None = None):
+        from plausible.posteriors.base import Posterior
+
+        joint = callable(getattr(posterior, "precision_product", None))
+        fitting = isinstance(posterior, Posterior) and (joint or posterior.kind == "gaussian")
+        if not fitting:
+            raise TypeError(
+                "Earlier: posterior must be Gaussian over the weights, as those of Laplace and MeanField are, got "
+                f"{posterior!r} of type {type(posterior).__qualname__}"
+            )
+        if any(bool((scale <= 0).any()) for scale in posterior.scales.values()):
+            raise ValueError(
+                "Earlier: some weights of the posterior have no spread (they were pruned, or are outside of a subnetwork), so that "
+                "it has no density; use the posterior before pruning, or a where= that chooses whole weights"
+            )
+        diagonal = getattr(getattr(posterior, "curvature", None), "structure", None) == "diag"
+        self._independent = diagonal or not joint
+        before = posterior.model.prior
+        if isinstance(before, Earlier):  # all that it says is in the posterior, which need not hold on to it
+            posterior, before = copy.copy(posterior), before.rest
+            posterior.model = posterior.model.with_settings(prior=before)
+        self.posterior: Any = posterior
+        self.rest: Prior = before if rest is None else _as_prior(rest)
+        self._elsewhere: dict[torch.device, Any] = {posterior.device: posterior}
+        self._log_det = 0.0 if self.independent else float(posterior.precision_log_det)
+        self.__qualname__ = f"Earlier({_digest(posterior.means)})"  # what stands for it in files and checkpoints
+
+    def __repr__(self) -> str:
+        return f"Earlier({self.posterior!r})"
+
+    def rule(self, name: str) -> Prior:
+        """The prior itself for the weights of the earlier posterior, and the rule of `rest` for others."""
+        return self if name in self.posterior.means else self.rest.rule(name)
+
+    @property
+    def independent(self) -> bool:
+        """Whether the earlier posterior is diagonal."""
+        return self._independent
+
+    @property
+    def proper(self) -> bool:
+        """Whether the prior of the other weights is, too."""
+        names = [name for name in self.posterior.model.initial if name not in self.posterior.means]
+        return all(self.rest.rule(name).proper for name in names)
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """−½ δᵀΛδ with its constant for the weights of the earlier posterior, and the log density by `rest` for others."""
+        others = {name: weight for name, weight in weights.items() if name not in self.posterior.means}
+        own = {name: weight for name, weight in weights.items() if name not in others}
+        parts = [self.rest.log_prob(others)] if others else []
+        if own and self.independent:
+            parts += [self.elementwise(name, weight).sum() for name, weight in own.items()]
+        elif own:
+            parts.append(self._quadratic(own))
+        return total(parts)
+
+    def _quadratic(self, weights: Mapping[str, Tensor]) -> Tensor:
+        earlier = self.there(weights)
+        if missing := [name for name in earlier.means if name not in weights]:
+            raise ValueError(
+                f"Earlier is one density over {len(earlier.means)} weights together, and {missing[0]!r} is not among those given "
+                f"({', '.join(weights)}): make all of them random again, or fit the first posterior with structure='diag'"
+            )
+        moved = {name: weights[name] - mean.to(weights[name].dtype) for name, mean in earlier.means.items()}
+        names = tuple(moved)
+        product = lambda *values: tuple(map(earlier.precision_product(dict(zip(names, values))).__getitem__, names))  # noqa: E731
+        plain = transformed() or not torch.is_grad_enabled()
+        square = _square(product, moved.values()) if plain else _Square.apply(product, *moved.values())
+        count = sum(value.numel() for value in moved.values())
+        return -0.5 * square + 0.5 * (self._log_det - count * LOG_2PI)
+
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:
+        """The log density of each element, where elements are independent."""
+        if name not in self.posterior.means:
+            return self.rest.elementwise(name, weight)
+        if not self.independent:
+            raise ValueError(f"Earlier is one density over all weights of {self.posterior!r}: {name!r} alone has none")
+        earlier = self.there({name: weight})
+        mean, scale = earlier.means[name].to(weight.dtype), earlier.scales[name].to(weight.dtype)
+        return -0.5 * ((weight - mean) / scale).square() - scale.log() - 0.5 * LOG_2PI
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
+        """E log p(w) under w ~ N(mean, scale²), where elements are independent: −½ (((μ' − μ)² + σ'²)/σ² + log 2πσ²)."""
+        if name not in self.posterior.means:
+            return self.rest.expectation(name, mean, scale)
+        if not self.independent:
+            return None
+        variance = self.there({name: mean}).scales[name].to(mean.dtype).square()
+        return (self.elementwise(name, mean) - 0.5 * scale.square() / variance).sum()
+
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        """Draws of one weight: a marginal, which `sample` does not use."""
+        if name not in self.posterior.means:
+            return self.rest.draw(name, like, generator, draws)
+        drawn = self._drawn(generator, math.prod(draws))[name]
+        return drawn.reshape(*draws, *like.shape).to(generator.device)
+
+    def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
+        """Weights drawn together from the earlier posterior, and others by `rest`."""
+        others = {name: weight for name, weight in like.items() if name not in self.posterior.means}
+        found = self.rest.sample(others, generator, draws)
+        drawn = self._drawn(generator, 1 if draws is None else draws)
+        own = {name: drawn[name][0] if draws is None else drawn[name] for name in like if name in self.posterior.means}
+        return {name: found[name] if name in found else own[name].to(weight) for name, weight in like.items()}
+
+    def _drawn(self, generator: torch.Generator, count: int) -> Mapping[str, Tensor]:
+        seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+        return self.posterior.weights(count, seed=seed)
+
+    def there(self, weights: Mapping[str, Tensor]) -> Any:
+        """The earlier posterior, on the device of these weights; their shapes must be its own."""
+        for name, weight in weights.items():
+            if name in self.posterior.means and weight.shape != self.posterior.means[name].shape:
+                raise ValueError(
+                    f"prior does not fit this network: {name!r} has shape {tuple(weight.shape)}, and shape "
+                    f"{tuple(self.posterior.means[name].shape)} in the earlier posterior"
+                )
+        device = next(iter(weights.values())).device
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self.posterior.to(device)
+        return self._elsewhere[device]
+
+
+def _square(product: Callable[..., tuple[Tensor, ...]], moved: Iterable[Tensor]) -> Tensor:
+    """δᵀΛδ."""
+    values = tuple(moved)
+    return total((one * two).sum() for one, two in zip(values, product(*values)))
+
+
+class _Square(torch.autograd.Function):
+    """δᵀΛδ, whose gradient 2Λδ is known when the value is."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Callable[..., tuple[Tensor, ...]], *moved: Tensor) -> Tensor:
+        turned = product(*moved)
+        ctx.product = product
+        ctx.save_for_backward(*moved, *turned)
+        return total((one * two).sum() for one, two in zip(moved, turned))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        half = len(ctx.saved_tensors) // 2
+        moved, turned = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
+        if torch.is_grad_enabled():  # for second derivatives
+            turned = ctx.product(*moved)
+        return None, *(2 * grad * value for value in turned)
+
+
+def earlier_posterior(prior: Prior, names: Sequence[str], weights: Mapping[str, Tensor]) -> Any:
+    """The posterior that is the prior of these weights together, on their device; None where each weight has its own prior."""
+    rule = prior.rule(names[0])
+    if not isinstance(rule, Earlier) or rule.independent:
+        return None
+    posterior = rule.there({name: weights[name] for name in names})
+    if set(posterior.means) != set(names):
+        raise ValueError(
+            f"prior is a posterior of {', '.join(posterior.means)}, and this one is to be of {', '.join(names)}: use the same "
+            "where= for all tasks"
+        )
+    return posterior
+
+
+def _as_prior(rest: Prior | Mapping[str, Prior]) -> Prior:
+    from plausible.core.priors.composed import as_prior
+
+    return as_prior(rest)
+
+
+def _digest(means: Mapping[str, Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=4)
+    for value in means.values():
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,333 @@
+"""Densities of single weights: Gaussian, Laplace, Student's t, mixtures of scales, horseshoe, log-uniform, flat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plausible.core.priors.base import Rule, total
+from plausible.core.serialise import check_number, register
+from plausible.core.stacking import transformed
+
+LOG_2PI = math.log(2 * math.pi)
+EULER_GAMMA = 0.5772156649015329
+SOFTENING = 1e-8
+"""Poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)."""
+
+
+def _log(value: float | Tensor) -> float | Tensor:
+    """The logarithm of a setting; where settings are stacked it is a 0-d tensor."""
+    return torch.log(value) if isinstance(value, Tensor) else math.log(value)
+
+
+def _lgamma(value: float | Tensor) -> float | Tensor:
+    return torch.lgamma(value) if isinstance(value, Tensor) else math.lgamma(value)
+
+
+def _log1m(value: float | Tensor) -> float | Tensor:
+    return torch.log1p(-value) if isinstance(value, Tensor) else math.log1p(-value)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
+
+
+def _sign(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return 1 - 2 * torch.randint(2, shape, generator=generator, device=generator.device).to(dtype)
+
+
+def _squared_norm(weights: Sequence[Tensor]) -> Tensor:
+    """Σ‖wᵢ‖²: many small tensors in one call, each large one as a dot product, which is twice as fast there."""
+    small = [weight for weight in weights if weight.numel() < 20_000]
+    parts = [torch.stack(torch._foreach_norm(small)).square_().sum()] if small else []
+    parts += [torch.dot(flat, flat) for flat in (w.reshape(-1) for w in weights if w.numel() >= 20_000)]
+    return total(parts)
+
+
+class _SquaredNorm(torch.autograd.Function):
+    """Σ‖wᵢ‖² as one node of the graph: for a large network a fifth of the time of the plain expression."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return _squared_norm(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # for second derivatives; the list form cannot be differentiated again
+            return tuple(2 * grad * weight for weight in ctx.saved_tensors)
+        return torch._foreach_mul(ctx.saved_tensors, 2 * grad)
+
+
+@register
+@dataclass(frozen=True)
+class Gaussian(Rule):
+    """N(w; loc, scale²): log p = −(w − loc)²/(2·scale²) − log scale − ½ log 2π."""
+
+    scale: float = 1.0
+    loc: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", above=0)
+        check_number(self, "loc")
+
+    @property
+    def precision(self) -> float | None:
+        """1/scale² if centred at 0, else None (also where scales are stacked: they are no single number)."""
+        single = not isinstance(self.scale, Tensor) and not isinstance(self.loc, Tensor)
+        return self.scale**-2 if single and self.loc == 0 else None
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """The normal log density."""
+        return -0.5 * self._residual(weight).square() - (_log(self.scale) + 0.5 * LOG_2PI)
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The sum of all log densities; the constant is added once."""
+        if not weights:
+            return torch.zeros(())
+        values = tuple(weights.values())
+        constant = sum(value.numel() for value in values) * (_log(self.scale) + 0.5 * LOG_2PI)
+        moved = isinstance(self.loc, Tensor) or self.loc != 0
+        plain = moved or transformed() or any(value.dtype != values[0].dtype for value in values)
+        if not plain:
+            square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
+            return (-0.5 / self.scale**2) * square - constant
+        if moved:
+            return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
+        return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """−½ Σ ((μ − loc)² + σ²)/scale², and the constant."""
+        centred = mean if not isinstance(self.loc, Tensor) and self.loc == 0 else mean - self.loc
+        constant = mean.numel() * (_log(self.scale) + 0.5 * LOG_2PI)
+        return (-0.5 / self.scale**2) * (centred * centred + scale * scale).sum() - constant
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A standard normal variate, scaled and moved."""
+        return self.loc + self.scale * _normal(shape, generator, dtype)
+
+    def _residual(self, weight: Tensor) -> Tensor:
+        centred = weight if not isinstance(self.loc, Tensor) and self.loc == 0 else weight - self.loc
+        return centred / self.scale
+
+
+@register
+@dataclass(frozen=True)
+class Laplace(Rule):
+    """p(w) = e^(−|w|/scale)/(2·scale); variance 2·scale². The gradient at 0 is taken as 0."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", above=0)
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """−|w|/scale − log(2·scale)."""
+        return -weight.abs() / self.scale - _log(2 * self.scale)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """−Σ E|w|/scale − log(2·scale), with E|w| = σ√(2/π) e^(−μ²/2σ²) + μ erf(μ/σ√2)."""
+        ratio = mean / scale
+        size = scale * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio * ratio) + mean * torch.erf(ratio * math.sqrt(0.5))
+        return -size.sum() / self.scale - mean.numel() * _log(2 * self.scale)
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A random sign times an exponential variate."""
+        size = -torch.log1p(-_uniform(shape, generator, dtype))
+        return self.scale * size * _sign(shape, generator, dtype)
+
+
+@register
+@dataclass(frozen=True)
+class StudentT(Rule):
+    """p(w) ∝ (1 + (w/scale)²/df)^(−(df + 1)/2): heavy tails, for df = 1 the Cauchy density."""
+
+    df: float = 4.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "df", above=0)
+        check_number(self, "scale", above=0)
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """The Student log density."""
+        df = self.df
+        constant = _lgamma((df + 1) / 2) - _lgamma(df / 2) - 0.5 * _log(df * math.pi) - _log(self.scale)
+        return constant - 0.5 * (df + 1) * torch.log1p((weight / self.scale).square() / df)
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A normal variate over the root of a χ² variate per degree of freedom."""
+        shapes = torch.full(shape, 0.5 * self.df, dtype=dtype, device=generator.device)
+        chi_square = 2 * torch._standard_gamma(shapes, generator=generator)
+        return self.scale * _normal(shape, generator, dtype) * torch.rsqrt(chi_square / self.df)
+
+
+@register
+@dataclass(frozen=True)
+class ScaleMixture(Rule):
+    """pi·N(w; 0, sigma1²) + (1 − pi)·N(w; 0, sigma2²), by a log-sum-exp that stays finite far out in the tails.
+
+    Blundell et al. (2015), Weight uncertainty in neural networks, eq. 7; defaults from the grid of their section 5.1.
+    """
+
+    pi: float = 0.5
+    sigma1: float = 1.0
+    sigma2: float = math.exp(-6)
+
+    def __post_init__(self) -> None:
+        check_number(self, "pi", above=0, below=1)
+        check_number(self, "sigma1", above=0)
+        check_number(self, "sigma2", above=0)
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """The wide component's log density plus softplus of the (bounded above) log ratio narrow/wide."""
+        one, two = (_log(self.pi), self.sigma1), (_log1m(self.pi), self.sigma2)
+        if isinstance(self.sigma1, Tensor) or isinstance(self.sigma2, Tensor):  # stacked
+            order = torch.as_tensor(self.sigma1) >= torch.as_tensor(self.sigma2)
+            log_wide, wide = (torch.where(order, a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
+            log_narrow, narrow = (torch.where(order, a, b) for a, b in zip(two, one))  # type: ignore[call-overload]
+        else:
+            (log_wide, wide), (log_narrow, narrow) = (one, two) if self.sigma1 >= self.sigma2 else (two, one)
+        square = weight.square()
+        ratio = log_narrow - log_wide + _log(wide / narrow) - 0.5 * (narrow**-2 - wide**-2) * square
+        mixture = F.softplus(ratio, threshold=60.0) - (0.5 * wide**-2) * square
+        return mixture + (log_wide - _log(wide) - 0.5 * LOG_2PI)
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A component for each element, then a normal variate of its scale."""
+        chosen = _uniform(shape, generator, dtype) < self.pi
+        scale = torch.where(chosen, self.sigma1, self.sigma2).to(dtype)
+        return scale * _normal(shape, generator, dtype)
+
+
+@register
+@dataclass(frozen=True)
+class Horseshoe(Rule):
+    """w ~ N(0, λ²scale²), λ ~ C⁺(0, 1):  p(w) = e^u E₁(u)/(scale·√(2π³)),  u = w²/(2·scale²).
+
+    Carvalho, Polson & Scott (2010), The horseshoe estimator for sparse signals, with the local scales λ integrated out.
+    The density has a logarithmic pole at 0; u = (w²/scale² + 10⁻¹⁶)/2 softens it below |w| ≈ 10⁻⁸·scale, which changes
+    its integral by less than 10⁻⁷ and keeps value and gradient finite everywhere.
+    """
+
+    join_below: ClassVar[float] = math.inf
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", above=0)
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """The logarithm of e^u E₁(u), normalised."""
+        u = 0.5 * ((weight / self.scale).square() + SOFTENING**2)
+        return _log_scaled_exponential_integral(u) - (_log(self.scale) + 0.5 * math.log(2 * math.pi**3))
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A normal variate times a half-Cauchy one, itself a ratio of normal variates."""
+        first, second, third = (_normal(shape, generator, dtype) for _ in range(3))
+        return self.scale * first * (second / third.abs().clamp_min(torch.finfo(dtype).tiny)).abs()
+
+
+def _log_scaled_exponential_integral(u: Tensor) -> Tensor:
+    """log(e^u E₁(u)) for u > 0, with gradients.
+
+    Small u: E₁(u) = −γ − log u + Σ_k (−1)^(k+1) u^k/(k·k!).  Large u: e^u E₁(u) = 1/(u+1−1/(u+3−4/(u+5−9/(u+7−…)))),
+    cut after n terms, its rest replaced by the first terms of its expansion for large n. Errors: 10⁻⁷ with n = 10 from
+    u = 1 (float32), 2·10⁻¹⁴ with n = 24 from u = 2 (float64).
+    """
+    switch, terms, depth = (2.0, 24, 24) if u.dtype == torch.float64 else (1.0, 10, 10)
+    small, large = u.clamp(max=switch), u.clamp(min=switch)
+    series = torch.full_like(small, _series_coefficient(terms))
+    for k in range(terms - 1, 0, -1):
+        series = series * small + _series_coefficient(k)
+    near = small + torch.log(series * small - EULER_GAMMA - torch.log(small))
+    rest = 0.5 * (large + (2 * depth + 0.5) + torch.sqrt(large * (large + (4 * depth + 2)) - 0.25))
+    for k in range(depth, 0, -1):
+        rest = large + (2 * k - 1) - k * k / rest
+    return torch.where(u <= switch, near, -torch.log(rest))
+
+
+def _series_coefficient(k: int) -> float:
+    return -((-1.0) ** k) / (k * math.factorial(k))
+
+
+@register
+@dataclass(frozen=True)
+class LogUniform(Rule):
+    """log|w| is uniform, the sign is even: p(w) = 1/(2|w|·log(high/low)) for low ≤ |w| ≤ high.
+
+    Without bounds p(w) ∝ 1/|w| (Kingma, Salimans & Welling 2015, Variational dropout and the local reparameterization
+    trick): *improper*, it cannot be sampled, and posteriors under it need not exist. Its log density −½ log(w² + 10⁻¹⁶)
+    is softened below |w| ≈ 10⁻⁸. With bounds the log density is −∞ outside them.
+    """
+
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise ValueError(
+                f"LogUniform: give both bounds or neither, got low={self.low!r}, high={self.high!r}; "
+                "with one bound the density is still improper"
+            )
+        if self.low is not None and self.high is not None:
+            check_number(self, "low", above=0)
+            check_number(self, "high", above=self.low)
+
+    @property
+    def proper(self) -> bool:
+        """True with bounds."""
+        return self.low is not None
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """−log|w|, normalised where that is possible."""
+        if self.low is None or self.high is None:
+            return -0.5 * torch.log(weight.square() + SOFTENING**2)
+        size = weight.abs()
+        inside = (size >= self.low) & (size <= self.high)
+        density = -torch.log(size.clamp(self.low, self.high)) - math.log(2 * math.log(self.high / self.low))
+        return torch.where(inside, density, -math.inf)
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A random sign times low·(high/low)^uniform."""
+        if self.low is None or self.high is None:
+            raise ValueError("LogUniform without bounds is improper and cannot be sampled")
+        size = self.low * torch.exp(math.log(self.high / self.low) * _uniform(shape, generator, dtype))
+        return size.clamp(self.low, self.high) * _sign(shape, generator, dtype)
+
+
+@register
+@dataclass(frozen=True)
+class Flat(Rule):
+    """p(w) ∝ 1, with log density 0: improper, it cannot be sampled. The MAP estimate is then maximum likelihood."""
+
+    @property
+    def proper(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def precision(self) -> float | None:
+        """0: no pull towards anything."""
+        return 0.0
+
+    def log_density(self, weight: Tensor) -> Tensor:
+        """Zeros, without a gradient."""
+        return torch.zeros_like(weight)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        """0."""
+        return torch.zeros((), dtype=mean.dtype, device=mean.device)
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """Refused."""
+        raise ValueError("Flat is improper and cannot be sampled")

@@ -1,0 +1,232 @@
+"""Settings as JSON: registered dataclasses to plain data and back, with no code in between.
+
+`encode` turns likelihoods, priors, schedules, optimisers and methods into lists, numbers, strings and objects that
+`json` can write; `decode` rebuilds them by calling the constructors of *registered* classes only, so that a file can
+choose among known classes and their fields and can do nothing else.
+
+    {"type": "priors.Gaussian", "scale": 1.0, "loc": 0.0}      a registered dataclass, field by field
+    {"type": "float", "value": "inf"}                          inf, -inf, nan: JSON has no such numbers
+    {"opaque": "MyCallable"}                                   something that cannot be stored (`strict=False`)
+    {"a": 1, "b": 2}                                           a mapping with names as keys
+    [1, 2, 3]                                                  a sequence or a small tensor; read back as a tuple
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+
+__all__ = ["Opaque", "check_count", "check_number", "decode", "encode", "register"]
+
+LARGEST_TENSOR = 10_000
+"""Tensors with more elements than this belong into the tensor file, not among the settings."""
+
+LAYERS = ("core", "blocks", "engine", "posteriors", "methods", "analysis", "apps")
+discoveries: list[Callable[[], None]] = []
+"""Called where a type is not known: each imports modules that register some (`plausible.methods` adds its own)."""
+
+_RESERVED = frozenset({"type", "opaque"})
+_classes: dict[str, type] = {}
+_names: dict[type, str] = {}
+
+C = TypeVar("C", bound=type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """The place of an object that could not be stored: `name` is the name of its class or function."""
+
+    name: str
+
+
+@overload
+def register(cls: C, *, name: str | None = None) -> C: ...
+@overload
+def register(cls: None = None, *, name: str | None = None) -> Callable[[C], C]: ...
+def register(cls: Any = None, *, name: str | None = None) -> Any:
+    """Make a dataclass known to `encode` and `decode`; used as `@register` or `@register(name="...")`.
+
+    The name in the file is `module.Class`, as in "priors.Gaussian", whichever file of the package it lives in; methods, whose
+    modules live under `plausible.methods`, go by the name of the class alone ("MAP").
+    """
+    if cls is None:
+        return lambda decorated: register(decorated, name=name)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise TypeError(f"register expects a dataclass, got {cls!r}; put @register above @dataclass(frozen=True)")
+    taken = sorted(_RESERVED & {field.name for field in dataclasses.fields(cls)})
+    if taken:
+        raise ValueError(f"{cls.__qualname__}: the field name {taken[0]!r} is reserved, it marks types in the file")
+    name = _default_name(cls) if name is None else name
+    known = _classes.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(
+            f"the name {name!r} belongs to {known.__module__}.{known.__qualname__} already; "
+            f'register {cls.__module__}.{cls.__qualname__} with @register(name="...")'
+        )
+    _classes[name], _names[cls] = cls, name
+    return cls
+
+
+def _default_name(cls: type) -> str:
+    if cls.__module__.startswith("plausible.methods"):
+        return cls.__qualname__
+    module = cls.__module__.split(".")
+    if module[0] != "plausible":
+        return f"{module[-1]}.{cls.__qualname__}"
+    return f"{next(part for part in module[1:] if part not in LAYERS)}.{cls.__qualname__}"
+
+
+def encode(value: Any, *, strict: bool = True) -> Any:
+    """Plain data for `json.dump`; `decode(encode(value)) == value` for everything that is accepted.
+
+    Numbers, strings, None, registered dataclasses, mappings with string keys; lists, tuples and arrays become lists.
+    Anything else (functions, modules, unregistered classes) raises TypeError, or with `strict=False` is stored as
+    `{"opaque": "ClassName"}`.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), strict=strict)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"type": "float", "value": repr(float(value))}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _encode_array(value, strict)
+    if isinstance(value, Opaque):
+        return {"opaque": value.name}
+    if type(value) in _names:
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"type": _names[type(value)], **{name: encode(getattr(value, name), strict=strict) for name in fields}}
+    if isinstance(value, list | tuple):
+        return [encode(item, strict=strict) for item in value]
+    if isinstance(value, Mapping):
+        _check_keys(value)
+        return {key: encode(item, strict=strict) for key, item in value.items()}
+    if not strict:
+        return {"opaque": getattr(value, "__qualname__", type(value).__qualname__)}
+    raise TypeError(
+        f"{value!r} of type {type(value).__module__}.{type(value).__qualname__} cannot be stored as JSON; "
+        "expected numbers, strings, sequences, mappings or a dataclass decorated with @plausible.serialise.register"
+    )
+
+
+def _encode_array(value: torch.Tensor | np.ndarray, strict: bool) -> Any:
+    size = value.numel() if isinstance(value, torch.Tensor) else value.size
+    if size <= LARGEST_TENSOR:
+        return encode(value.tolist(), strict=strict)
+    if not strict:
+        return {"opaque": type(value).__qualname__}
+    raise TypeError(
+        f"a tensor of shape {tuple(value.shape)} has more than {LARGEST_TENSOR} elements, too many for settings in JSON"
+    )
+
+
+def _check_keys(value: Mapping[Any, Any]) -> None:
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"keys of a stored mapping are strings, got {key!r}")
+        if key in _RESERVED:
+            raise ValueError(f"the key {key!r} marks types in the file and cannot name an entry of a mapping")
+
+
+def decode(data: Any, *, expect: type | tuple[type, ...] | None = None) -> Any:
+    """The value that `encode` was given; sequences come back as tuples.
+
+    Classes are rebuilt by their constructors, so their own checks run. Unknown types or fields, missing fields and
+    refused values raise ValueError. `expect` states the type that must come out.
+    """
+    try:
+        value = _decode(data)
+    except RecursionError:
+        raise ValueError("stored settings are nested too deeply to be read") from None
+    if expect is not None and not isinstance(value, expect):
+        kinds = " or ".join(kind.__qualname__ for kind in (expect if isinstance(expect, tuple) else (expect,)))
+        raise ValueError(f"stored settings hold {value!r} where {kinds} is expected")
+    return value
+
+
+def _decode(data: Any) -> Any:
+    if data is None or isinstance(data, bool | int | float | str):
+        return data
+    if isinstance(data, list | tuple):
+        return tuple(_decode(item) for item in data)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"stored settings hold {data!r} of type {type(data).__qualname__}, which JSON does not have")
+    if "type" in data:
+        return _decode_object(data)
+    if "opaque" in data:
+        if set(data) != {"opaque"} or not isinstance(data["opaque"], str):
+            raise ValueError(f"an opaque entry has one field with a name, got {dict(data)!r}")
+        return Opaque(data["opaque"])
+    return {key: _decode(item) for key, item in data.items()}
+
+
+def _decode_object(data: Mapping[str, Any]) -> Any:
+    kind = data["type"]
+    if kind == "float":
+        if set(data) != {"type", "value"} or data["value"] not in ("inf", "-inf", "nan"):
+            raise ValueError(f"a stored float is 'inf', '-inf' or 'nan', got {dict(data)!r}")
+        return float(data["value"])
+    if isinstance(kind, str) and kind not in _classes:  # perhaps a method whose file was not needed so far
+        for discover in discoveries:
+            discover()
+    if not isinstance(kind, str) or kind not in _classes:
+        raise ValueError(
+            f"unknown type {kind!r} in stored settings; known are {', '.join(sorted(_classes)) or 'none'} "
+            "(import the module that registers it before loading)"
+        )
+    cls = _classes[kind]
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    unknown = sorted(set(data) - fields - {"type"})
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r} for {kind}; its fields are {', '.join(sorted(fields))}")
+    arguments = {name: _decode(item) for name, item in data.items() if name != "type"}
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"stored {kind} cannot be rebuilt: {error}") from error
+
+
+def check_number(
+    owner: Any,
+    name: str,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+) -> None:
+    """Store the field `name` of a frozen dataclass as a float, or say what it should have been; for `__post_init__`."""
+    value = getattr(owner, name)
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        value = value.item()
+    label = type(owner).__qualname__
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{label}: {name} must be a number, got {value!r} of type {type(value).__qualname__}")
+    number = float(value)
+    if not (above < number < below and at_least <= number <= at_most):  # without bounds: refuses inf and nan alone
+        bounds = [
+            f"{word} {bound:g}"
+            for word, bound in (("above", above), ("at least", at_least), ("below", below), ("at most", at_most))
+            if math.isfinite(bound)
+        ]
+        raise ValueError(f"{label}: {name} must be {' and '.join(['finite', *bounds])}, got {name}={number!r}")
+    object.__setattr__(owner, name, number)
+
+
+def check_count(owner: Any, name: str, *, at_least: int = 1) -> None:
+    """Store the field `name` of a frozen dataclass as an int, or say what it should have been."""
+    value = getattr(owner, name)
+    label = type(owner).__qualname__
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{label}: {name} must be a whole number, got {value!r} of type {type(value).__qualname__}")
+    if value < at_least:
+        raise ValueError(f"{label}: {name} must be at least {at_least}, got {name}={value!r}")
+    object.__setattr__(owner, name, int(value))

@@ -1,0 +1,319 @@
+"""Tensors and JSON on disk: atomic, checked, never pickle; and stores of draws in memory or in shards.
+
+A file appears under its name only when it is whole (temporary file, flush, rename), and every tensor file's sha256 stands in
+the JSON beside it, so that a truncated or altered file is an error and not a wrong posterior.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from plausible.core.weights import Weights, concatenate, num_bytes
+
+
+def beside(path: Path) -> Path:
+    """A name in the same folder that nobody uses: hidden, and recognisable as a leftover of `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a crash at any moment leaves the old one or the new one, never half of it."""
+    temporary = beside(path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut, where the system can open folders."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
+    """Named tensors → the bytes of a safetensors file and their sha256."""
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    content = save(plain, metadata={"names": json.dumps(list(plain))})
+    return content, hashlib.sha256(content).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Named tensors → a safetensors file; returns its sha256."""
+    content, sha256 = pack(tensors)
+    write_atomically(path, content)
+    return sha256
+
+
+def read_tensors(path: Path, sha256: str) -> Weights:
+    """A safetensors file → named tensors, refused where it is missing, truncated or not the one that was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: the folder is incomplete") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
+    try:
+        found = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return {name: found[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The file of this name in a folder; a stored name that leads elsewhere is refused."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{str(folder)!r} is damaged: it refers to a file {name!r}, which is not a plain file name")
+    return folder / name
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A dict → JSON with its own checksum."""
+    sealed = {**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()}
+    write_atomically(path, (json.dumps(sealed, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """JSON written by `write_json`, checked."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_a_number)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist: is {path.parent} a folder written by plausible?") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: expected a JSON object")
+    recorded = content.pop("sha256", None)
+    if recorded != hashlib.sha256(_canonical(content)).hexdigest():
+        raise ValueError(f"{path} is damaged or was changed: its checksum does not fit its content")
+    return content
+
+
+def _not_a_number(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "path") -> Path:
+    """A new or empty folder that can be written, or an error that says what is in the way."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{name}={str(folder)!r} is a file, expected a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise FileExistsError(f"{name}={str(folder)!r} exists and is not empty; choose another, or pass overwrite=True")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise PermissionError(f"{name}={str(folder)!r} cannot be written: {error.strerror or error}") from None
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stores of draws
+
+
+class DrawStore(Protocol):
+    """Stacked draws of named tensors, asked for by index."""
+
+    def __len__(self) -> int: ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of one draw."""
+        ...
+
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        """These draws, stacked on a leading axis."""
+        ...
+
+    def shards(self) -> Iterable[Weights]:
+        """All draws in pieces."""
+        ...
+
+
+class MemoryDraws:
+    """Draws held as stacked tensors."""
+
+    def __init__(self, stacked: Weights):
+        self.stacked = stacked
+
+    def __len__(self) -> int:
+        return len(next(iter(self.stacked.values())))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of one draw."""
+        return {name: tuple(value.shape[1:]) for name, value in self.stacked.items()}
+
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        """These draws, stacked on a leading axis."""
+        if list(rows) == list(range(len(self))):
+            return {name: value.to(device) for name, value in self.stacked.items()}
+        where = torch.as_tensor(list(rows), device=next(iter(self.stacked.values())).device)
+        return {name: value.index_select(0, where).to(device) for name, value in self.stacked.items()}
+
+    def shards(self) -> Iterable[Weights]:
+        """All draws as one piece."""
+        yield self.stacked
+
+
+class DiskDraws:
+    """Draws in shard files, read when asked for, a few shards kept in memory."""
+
+    KEPT = 2
+
+    def __init__(self, folder: Path, shards: Sequence[Mapping[str, Any]], tail: Weights | None = None):
+        self.folder, self.files = folder, [dict(shard) for shard in shards]
+        self.tail = tail if tail else None
+        self._cache: dict[int, Weights] = {}
+        self._starts = [0]
+        for shard in self.files:
+            self._starts.append(self._starts[-1] + int(shard["draws"]))
+
+    def __len__(self) -> int:
+        return self._starts[-1] + (0 if self.tail is None else len(next(iter(self.tail.values()))))
+
+    def _shard(self, number: int) -> Weights:
+        if number == len(self.files):
+            assert self.tail is not None
+            return self.tail
+        if number not in self._cache:
+            while len(self._cache) >= self.KEPT:
+                self._cache.pop(next(iter(self._cache)))
+            shard = self.files[number]
+            found = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
+            if {len(value) if value.ndim else 0 for value in found.values()} != {int(shard["draws"])}:
+                raise ValueError(f"{self.folder / shard['file']} is damaged: expected {shard['draws']} draws of each tensor")
+            self._cache[number] = found
+        return self._cache[number]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of one draw."""
+        return {name: tuple(value.shape[1:]) for name, value in self._shard(0).items()}
+
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        """These draws, stacked on a leading axis; shards are read in turn, so memory holds the rows asked for and a shard."""
+        rows = list(rows)
+        if rows and not 0 <= min(rows) <= max(rows) < len(self):
+            raise IndexError(f"draws 0 … {len(self) - 1} are stored, asked for {min(rows)} … {max(rows)}")
+        found: Weights = {}
+        for number, low, high in self._pieces():
+            places = [place for place, row in enumerate(rows) if low <= row < high]
+            if not places:
+                continue
+            where = torch.tensor([rows[place] - low for place in places])
+            for name, value in self._shard(number).items():
+                if name not in found:
+                    found[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+                found[name][places] = value.cpu().index_select(0, where)
+        return {name: value.to(device) for name, value in found.items()}
+
+    def _pieces(self) -> Iterable[tuple[int, int, int]]:
+        """Number, first row and end of each shard, the tail last."""
+        for number in range(len(self.files) + (self.tail is not None)):
+            yield number, self._starts[number], self._starts[number + 1] if number < len(self.files) else len(self)
+
+    def shards(self) -> Iterable[Weights]:
+        """All draws, a shard at a time."""
+        for number, _, _ in self._pieces():
+            yield self._shard(number)
+
+
+class WriterMark(NamedTuple):
+    """What a writer held at some moment."""
+
+    shards: int
+    pending: list[Weights]
+
+
+class DrawWriter:
+    """Collects draws; with a folder, streams them to shard files of bounded size.
+
+    Memory holds at most one shard. What is pending (not yet in a shard) belongs to the checkpoint, so that a killed run resumes
+    without losing or repeating a draw.
+    """
+
+    SHARD_BYTES = 64 * 2**20
+
+    def __init__(self, folder: Path | None = None, shard_bytes: int | None = None):
+        self.folder, self.shard_bytes = folder, shard_bytes or self.SHARD_BYTES
+        self.files: list[dict[str, Any]] = []
+        self.pending: list[Weights] = []
+
+    def __len__(self) -> int:
+        return sum(int(shard["draws"]) for shard in self.files) + sum(map(_length, self.pending))
+
+    def add(self, draw: Weights) -> None:
+        """Keep one draw (the tensors must not be written to afterwards)."""
+        self.add_block({name: value.unsqueeze(0) for name, value in draw.items()})
+
+    def add_block(self, draws: Weights) -> None:
+        """Keep several draws, stacked on a leading axis."""
+        self.pending.append(draws)
+        if self.folder is not None and num_bytes(draws) * len(self.pending) >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending draws as a shard."""
+        if not self.pending or self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"draws-{len(self.files):05d}.safetensors"
+        sha256 = write_tensors(self.folder / name, concatenate(self.pending))
+        self.files.append({"file": name, "draws": sum(map(_length, self.pending)), "sha256": sha256})
+        self.pending = []
+
+    def mark(self) -> WriterMark:
+        """The present moment, for `back_to` (it keeps the pending draws alive, at most a shard of them)."""
+        return WriterMark(len(self.files), list(self.pending))
+
+    def back_to(self, mark: WriterMark) -> None:
+        """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
+        self.files, self.pending = self.files[: mark.shards], list(mark.pending)
+
+    def store(self) -> DrawStore | None:
+        """What was collected, or None."""
+        if not len(self):
+            return None
+        if not self.files:
+            return MemoryDraws(concatenate(self.pending))
+        assert self.folder is not None
+        return DiskDraws(self.folder, self.files, concatenate(self.pending) if self.pending else None)
+
+
+def _length(draws: Weights) -> int:
+    return len(next(iter(draws.values())))
+
+
+def gather(store: DrawStore) -> Weights:
+    """All draws of a store as stacked tensors in memory."""
+    return concatenate(list(store.shards()))

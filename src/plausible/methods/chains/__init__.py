@@ -1,0 +1,1 @@
+"""Markov chains and particles on the full data."""

@@ -1,0 +1,333 @@
+"""What methods share that carry particles from the prior to the posterior through powers of the likelihood: SMC and AIS."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.chains.gibbs import sample_given
+from plausible.blocks.chains.target import ModelTarget, Target
+from plausible.blocks.chains.tempering import Place, effective, hamiltonian, log_mean, relative_variance, systematic
+from plausible.core import random
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.weights import Weights
+from plausible.engine.method import Method, Plan, Traits
+from plausible.methods.chains.base import check_count, check_function
+from plausible.posteriors.particles import ParticlesPosterior
+
+if TYPE_CHECKING:
+    from plausible.core.data import Batch, Data
+    from plausible.engine import Fitted
+
+TRACED = ("temperature", "ess", "acceptance", "step_size", "leapfrogs", "error")
+"""What is noted of each temperature; `error` is the relative standard error of the evidence so far."""
+CARE = 1.0
+"""How far the logarithm of the step size follows the acceptance after each move."""
+
+
+class AnnealedState(NamedTuple):
+    """All particles, then all pilots, on the leading axis `[rows, …]`, at the power `beta`.
+
+    `log_weights` and `ancestors` are of the particles alone; `log_evidence` sums what resampling took out of the weights. `trace`
+    has a row for each temperature and the columns `TRACED`; `passed` says how many there have been.
+    """
+
+    position: Tensor
+    log_likelihood: Tensor
+    log_prior: Tensor
+    log_weights: Tensor
+    ancestors: Tensor
+    log_evidence: Tensor
+    beta: Tensor
+    step_size: Tensor
+    inverse_mass: Tensor
+    trace: Tensor
+    key: Tensor
+    passed: Tensor
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions with their log-likelihoods and log priors."""
+        return self.position, self.log_likelihood, self.log_prior
+
+
+@dataclass(frozen=True)
+class Annealed(Method):
+    """w ~ p(w) → p(D | w)^β p(w) → p(w | D)
+
+    The base of methods that anneal particles from the prior.
+
+    At each power β the `particles` are weighted by what the likelihood gained, perhaps resampled, and moved `moves` times by
+    Hamiltonian trajectories of length `trajectory` (in standard deviations of the cloud, at most `leapfrogs` steps). Step sizes
+    aim at `target_acceptance`. They, the masses and the powers are learned from `pilots`, a second cloud that is no part of the
+    result, so that the law of a particle's path does not depend on the particles: exp(log_evidence) is then unbiased. Without
+    pilots they are learned from the particles, which leaves a bias of the order 1/particles.
+    """
+
+    particles: int = 512
+    moves: int = 5
+    pilots: int = 128
+    trajectory: float = 1.5
+    leapfrogs: int = 16
+    target_acceptance: float = 0.8
+
+    verb: ClassVar[Literal["iterate", "sample"]] = "sample"
+    traits: ClassVar[Traits] = Traits(exact=True, chaotic=True, noisy=True, mixed_precision=False)
+    divisible: ClassVar[bool] = False
+    kernels: ClassVar[bool] = True
+    traced: ClassVar[tuple[str, ...]] = TRACED
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for setting, least in (("particles", 2), ("moves", 1), ("pilots", 0), ("leapfrogs", 1)):
+            check_count(who, setting, getattr(self, setting), least)
+        if self.pilots == 1:
+            raise ValueError(f"{who}: pilots must be 0 or at least 2, since a spread is taken over them, got 1")
+        if not (math.isfinite(self.trajectory) and self.trajectory > 0):
+            raise ValueError(f"{who}: trajectory must be positive and finite, got {self.trajectory!r}")
+        if not 0 < self.target_acceptance < 1:
+            raise ValueError(f"{who}: target_acceptance must be in (0, 1), got {self.target_acceptance!r}")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a method of this kind provides
+
+    @property
+    def longest(self) -> int:
+        """The most temperatures there can be."""
+        raise NotImplementedError
+
+    def next_beta(self, beta: float, count: int, log_likelihood: Tensor) -> float:
+        """The next power, from the current one, the number of temperatures so far and the guides' log-likelihoods."""
+        raise NotImplementedError
+
+    def resamples(self, share: float, beta: float) -> bool:
+        """Whether particles are resampled when this share of them is effective."""
+        raise NotImplementedError
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What the engine asks for
+
+    @property
+    def rows(self) -> int:
+        """Positions that move together."""
+        return self.particles + self.pilots
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+        """One temperature a step, over all data; the particles are kept at the end."""
+        return Plan(steps=self.longest, per_epoch=1, batch_size=None)
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """The model with its target, where it has a prior to start from."""
+        who = type(self).__name__
+        if improper := [name for name in model.random if not model.prior.rule(name).proper]:
+            raise ValueError(
+                f"{who}: prior of {', '.join(improper)} is improper, so that it has no draws to start from and no evidence; choose "
+                "a proper one, such as priors.Gaussian(scale=1.0)"
+            )
+        if model.initial_draws is not None:
+            raise ValueError(f"{who}: init= is of no use, particles start at draws from the prior; leave it out")
+        if not isinstance(model.temperature, Tensor) and model.temperature != 1.0:
+            raise ValueError(
+                f"{who}: the model must have temperature 1, whose prior can be drawn from, got {model.temperature}"
+            )
+        return model.with_prepared(ModelTarget(model, data, self.rows))
+
+    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
+        """The model with the fastest form of its target that pays for this many moves."""
+        from plausible.blocks.chains.compiled import faster
+
+        found, mode = faster(self.target(model), wish, self.longest * self.moves * self.leapfrogs)
+        return model.with_prepared(found), mode
+
+    def target(self, model: Model) -> ModelTarget:
+        """The density that `prepare` made."""
+        return model.prepared
+
+    def start(self, model: Model, key: Tensor) -> AnnealedState:
+        """Draws from the prior, given the weights that do not move."""
+        target = self.target(model)
+        require_memory(
+            8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
+            key.device,
+            f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
+        )
+        stream, like = random.generator(model.seed, 6), {name: model.initial[name] for name in model.random}
+        if not model.points or model.prior.independent:
+            drawn = model.prior.sample(like, stream, self.rows)
+        else:
+            try:
+                drawn = sample_given(model.prior, model.initial, tuple(like), stream, self.rows)
+            except ValueError as error:
+                raise ValueError(f"{type(self).__name__}: {error}") from None
+        return self.started(target, target.flatten(drawn), key)
+
+    def started(self, target: Target, position: Tensor, key: Tensor) -> AnnealedState:
+        """The state at draws `[rows, P]` from the prior, at β = 0."""
+        likelihood, prior = target.densities(position)
+        if not bool(torch.isfinite(likelihood[: self.particles]).any()):
+            raise ValueError(
+                f"{type(self).__name__}: the likelihood is 0 at all draws from the prior: standardise inputs and targets, or "
+                "choose a narrower prior"
+            )
+        check_function(type(self).__name__, target, position, likelihood)
+        zero = torch.zeros((), dtype=torch.float64, device=key.device)
+        return AnnealedState(
+            position,
+            _sure(likelihood),
+            prior,
+            zero.expand(self.particles).clone(),
+            torch.arange(self.particles, device=key.device),
+            zero.clone(),
+            zero.clone(),
+            zero + min(self.trajectory, position.shape[-1] ** -0.25),
+            position.double().var(0),
+            zero.expand(self.longest, len(TRACED)).clone(),
+            key,
+            torch.zeros((), dtype=torch.int64, device=key.device),
+        )
+
+    def step(self, model: Model, state: AnnealedState, batch: Batch) -> tuple[AnnealedState, dict[str, Tensor]]:  # noqa: ARG002
+        """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
+        return self.advanced(self.target(model), state)
+
+    def advanced(self, target: Target, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
+        """The next temperature over any target."""
+        if not self.finished(state):
+            state = self._moved(target, *self._weighted(state))
+        row = state.trace[int(state.passed) - 1]
+        likelihood = state.log_likelihood[: self.particles]
+        seen = likelihood[torch.isfinite(likelihood)]
+        return state, {**dict(zip(TRACED, row)), "log_likelihood": seen.mean() if len(seen) else row.new_zeros(())}
+
+    def _weighted(self, state: AnnealedState) -> tuple[AnnealedState, Tensor]:
+        """The next power; weights, and resampling of particles and pilots. Also a row of the trace, half filled."""
+        own, count = self.particles, int(state.passed)
+        guides = state.log_likelihood[own:] if self.pilots else state.log_likelihood
+        beta = self.next_beta(float(state.beta), count, guides)
+        gained = (beta - state.beta) * state.log_likelihood
+        weights = state.log_weights + gained[:own]
+        share, error = effective(weights) / own, relative_variance(weights, state.ancestors) ** 0.5
+        if share == 0:
+            raise ArithmeticError(
+                f"{type(self).__name__}: all weights vanished at β = {beta:.3g}: take more temperatures, or more particles"
+            )
+        offsets = random.uniform(random.fold(state.key, 0), count, state.trace.new_empty(2))
+        rows = torch.arange(self.rows, device=state.key.device)
+        evidence = state.log_evidence
+        if self.resamples(share, beta):
+            rows[:own] = systematic(weights, offsets[0])
+            evidence, weights = evidence + log_mean(weights), torch.zeros_like(weights)
+        if self.pilots:
+            rows[own:] = own + systematic(gained[own:], offsets[1])
+        note = state.trace.new_tensor([beta, share * own, 0.0, 0.0, 0.0, error])
+        return state._replace(
+            position=state.position[rows],
+            log_likelihood=state.log_likelihood[rows],
+            log_prior=state.log_prior[rows],
+            log_weights=weights,
+            ancestors=state.ancestors[rows[:own]],
+            log_evidence=evidence,
+            beta=torch.full_like(state.beta, beta),
+            passed=state.passed + 1,
+        ), note
+
+    def _moved(self, target: Target, state: AnnealedState, note: Tensor) -> AnnealedState:
+        """All rows moved under the power of the state."""
+        own, count = self.particles, int(state.passed)
+        guides = slice(own, None) if self.pilots else slice(None)
+        spread = state.position[guides].double().var(0)
+        mass = torch.where(torch.isfinite(spread), spread.clamp(min=1e-4 * state.inverse_mass), state.inverse_mass)
+        inverse_mass = mass.to(target.dtype)
+        bound = target.bound(beta=state.beta.expand(self.rows).clone())
+        found = bound.evaluate(state.position)
+        place = Place(state.position, _sure(found.log_likelihood), found.log_prior, found.gradient)
+        size, accepted, steps = state.step_size, note.new_zeros(()), 0
+        for move in range(self.moves):
+            length = max(1, min(self.leapfrogs, round(self.trajectory / float(size))))
+            keys = [random.fold(state.key, 1 + stream) for stream in range(3)]
+            counter = count * self.moves + move
+            jitter = random.uniform(keys[2], counter, state.log_likelihood)
+            moved = hamiltonian(
+                bound,
+                place,
+                random.normal(keys[0], counter, place.position),
+                random.uniform(keys[1], counter, place.log_likelihood),
+                size * (0.6 + 0.8 * jitter),
+                inverse_mass,
+                length,
+            )
+            place = moved.place
+            size = size * (CARE * (moved.acceptance[guides].mean() - self.target_acceptance)).exp()
+            size = size.clamp(max=self.trajectory)
+            accepted, steps = accepted + moved.acceptance[:own].mean() / self.moves, steps + length
+        trace = state.trace.clone()
+        trace[count - 1] = note + torch.stack(
+            [*accepted.new_zeros(2), accepted, size, accepted.new_tensor(steps), accepted.new_zeros(())]
+        )
+        return state._replace(
+            position=place.position,
+            log_likelihood=place.log_likelihood,
+            log_prior=place.log_prior,
+            step_size=size,
+            inverse_mass=mass,
+            trace=trace,
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def finished(self, state: AnnealedState) -> bool:
+        """At the posterior."""
+        return float(state.beta) >= 1
+
+    def kept(self, model: Model, state: AnnealedState) -> Weights:
+        """As many draws as particles, equally weighted: resampled by what weights there are."""
+        target = self.target(model)
+        offset = float(torch.rand((), generator=random.generator(model.seed, 8), dtype=torch.float32))
+        rest = {name: value.expand(self.particles, *value.shape) for name, value in target.rest.items()}
+        return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}
+
+    def caption(self, state: AnnealedState) -> str:
+        """What the progress bar says: the power, how many particles count, how many moves are accepted."""
+        row = dict(zip(TRACED, state.trace[int(state.passed) - 1].tolist()))
+        return (
+            f"β {row['temperature']:.3g}, {row['ess']:,.0f} of {self.particles:,} effective, acceptance {row['acceptance']:.2f}"
+        )
+
+    def evidence(self, state: AnnealedState) -> tuple[float, float]:
+        """Log p(D) and its standard error, once the posterior is reached; NaN before."""
+        if not self.finished(state):
+            return math.nan, math.nan
+        value = float(state.log_evidence + log_mean(state.log_weights))
+        return value, float(state.trace[int(state.passed) - 1, TRACED.index("error")])
+
+    def posterior(self, model: Model, fitted: Fitted) -> ParticlesPosterior:
+        """The particles, with the evidence and what happened on the way."""
+        if fitted.interrupted and not self.finished(fitted.state):
+            raise KeyboardInterrupt(
+                f"stopped at β = {float(fitted.state.beta):.3g}, before the posterior was reached: there are no draws of it; with "
+                "checkpoint= a run goes on where it stopped"
+            )
+        return ParticlesPosterior.of(self, model, fitted)
+
+    def quick(self) -> Self:
+        """Few particles."""
+        return replace(self, particles=min(self.particles, 24), moves=1, pilots=min(self.pilots, 8), leapfrogs=4)
+
+
+def anneal(method: Annealed, target: Target, position: Tensor, seed: int = 0) -> AnnealedState:
+    """The last state of a run over any density from draws `[rows, P]` of its prior: for targets that are no networks."""
+    with torch.no_grad(), random.isolated(seed, position.device):
+        state = method.started(target, position, random.key(seed, device=position.device))
+        while not method.finished(state):
+            state, _ = method.advanced(target, state)
+    return state
+
+
+def _sure(log_likelihood: Tensor) -> Tensor:
+    """A likelihood that cannot be computed is 0."""
+    return log_likelihood.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)

@@ -1,0 +1,317 @@
+"""What samplers by Markov chains share: how they start, what a state is, what is kept of it, and the posterior they leave.
+
+A kernel is a frozen dataclass with two functions: `begin(target, state)` prepares what it adapts, `transition(target, state)`
+moves all chains once. Everything else is here and in the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.chains.adaptation import Slope
+from plausible.blocks.chains.gibbs import Hierarchy
+from plausible.blocks.chains.target import ModelTarget, Target
+from plausible.core import random
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.weights import Weights, index, stack
+from plausible.engine.method import Method, Plan, Traits
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.chains import PREFIX
+
+if TYPE_CHECKING:
+    from plausible.core.data import Batch, Data
+    from plausible.engine import Fitted
+
+log = logging.getLogger("plausible")
+
+SUMMED, AVERAGED = ("divergent", "leapfrogs"), ("acceptance", "swap")
+"""Statistics of a draw that are taken over all transitions since the one before; others are those of the latest."""
+
+
+class Running(NamedTuple):
+    """Number, means and sums of squares around them of each chain's log joint after warm-up: `[]`, `[chains]`, `[chains]`."""
+
+    number: Tensor
+    mean: Tensor
+    squares: Tensor
+
+
+class ChainState(NamedTuple):
+    """Where all chains are: positions `[chains, P]`, densities there `[chains]` (float64), gradients, and what the kernel adapts.
+
+    `gradient` is that of the bound target at `position`. `adaptation` is a tree of tensors of the kernel's own,
+    `statistics` has one number for each chain, always by the same names: about the latest transition when it comes from the
+    kernel, about all since the last kept draw once `Chains` has noted it. `precisions` are sampled hyper-parameters, by group.
+    """
+
+    position: Tensor
+    log_likelihood: Tensor
+    log_prior: Tensor
+    gradient: Tensor
+    precisions: dict[str, Tensor]
+    adaptation: Any
+    statistics: dict[str, Tensor]
+    running: Running
+    key: Tensor
+    step: Tensor
+
+    def normal(self, stream: int, like: Tensor) -> Tensor:
+        """N(0, 1) shaped like `like`, a function of the key, the number of the transition and `stream`."""
+        return random.normal(random.fold(self.key, stream), self.step, like)
+
+    def uniform(self, stream: int, like: Tensor) -> Tensor:
+        """U(0, 1) likewise."""
+        return random.uniform(random.fold(self.key, stream), self.step, like)
+
+
+@dataclass(frozen=True)
+class Chains(Method):
+    """w_1, w_2, … ~ p(w | D)
+
+    The base of all samplers by Markov chains over the full data.
+
+    `draws` are kept of each of `chains` chains, one every `thin` transitions, after `warmup` transitions in which the
+    kernel adapts and of which nothing is kept. Chains start at weights initialised anew ("fresh"), drawn from the prior
+    ("prior") or at the module's ("given"). Statistics of a thinned draw are sums (divergences, leapfrogs) and means
+    (acceptance) over its `thin` transitions; `energy_change` is E_t − E_{t−1} of the last of them, which E-BFMI needs.
+    """
+
+    draws: int = 1000
+    chains: int = 4
+    warmup: int = 1000
+    thin: int = 1
+    init: Literal["fresh", "prior", "given"] = "fresh"
+
+    verb: ClassVar[Literal["iterate", "sample"]] = "sample"
+    traits: ClassVar[Traits] = Traits(exact=True, chaotic=True, noisy=True, mixed_precision=False)
+    divisible: ClassVar[bool] = False
+    slopes: ClassVar[Slope] = "none"  # whether diagonal masses come from gradients too
+    kernels: ClassVar[bool] = True  # the target is compiled, and not the step
+    precisions_move: ClassVar[bool] = True  # whether `state.precisions` may change from one transition to the next
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for setting, least in (("draws", 1), ("chains", 1), ("warmup", 0), ("thin", 1)):
+            check_count(who, setting, getattr(self, setting), least)
+        if self.init not in ("fresh", "prior", "given"):
+            raise ValueError(f"{who}: init must be 'fresh', 'prior' or 'given', got {self.init!r}")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a kernel provides
+
+    @property
+    def rows(self) -> int:
+        """Positions that move together: the chains, and for some kernels helpers beside them."""
+        return self.chains
+
+    def begin(self, target: Target, state: ChainState) -> ChainState:
+        """The state before the first transition: with `adaptation` and with `statistics` of the names that it will always have."""
+        raise NotImplementedError
+
+    def transition(self, target: Target, state: ChainState) -> ChainState:
+        """All chains moved once. `state.step` counts transitions from 0; below `warmup` the kernel may adapt."""
+        raise NotImplementedError
+
+    def bind(self, target: Target, state: ChainState) -> Target:  # noqa: ARG002
+        """The density of this state's chains, where it depends on the state: powers of the likelihood, say."""
+        return target
+
+    def warming(self, state: ChainState) -> bool:
+        """Whether the kernel may still adapt."""
+        return int(state.step) < self.warmup
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What the engine asks for
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+        """One transition a step, over all data; history has at most some 1,000 entries."""
+        steps = self.warmup + self.draws * self.thin
+        return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin)
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """The model with its target."""
+        target = ModelTarget(model, data, self.rows)
+        if self.precisions_move:
+            hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
+            if hierarchy is not None and model.temperature != 1.0:
+                log.info("the model is tempered: precisions of the hierarchical prior are integrated out and not sampled")
+                hierarchy = None
+            target.hierarchy = hierarchy
+        return model.with_prepared(target)
+
+    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
+        """The model with the fastest form of its target that pays for so many transitions."""
+        from plausible.blocks.chains.compiled import faster
+
+        each = getattr(self, "leapfrogs", 2 ** min(getattr(self, "max_depth", 3), 6))
+        found, mode = faster(self.target(model), wish, self.plan(model.num_data).steps * each)
+        return model.with_prepared(found), mode
+
+    def target(self, model: Model) -> ModelTarget:
+        """The density that `prepare` made."""
+        return model.prepared
+
+    def start(self, model: Model, key: Tensor) -> ChainState:
+        """All chains at their starting points."""
+        target = self.target(model)
+        require_memory(
+            8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
+            key.device,
+            f"{type(self).__name__}: {self.rows:,} chains of {target.size:,} weights",
+        )
+        position = target.flatten(starting_points(model, self.rows, self.init))
+        return self.started(target, position, key)
+
+    def started(self, target: Target, position: Tensor, key: Tensor) -> ChainState:
+        """The state at these positions before the first transition, with precisions that are drawn given the weights."""
+        precisions = {} if target.hierarchy is None else target.hierarchy.draw(position, random.fold(key, 1), 0)
+        zero = torch.zeros(len(position), dtype=torch.float64, device=key.device)
+        state = ChainState(
+            position,
+            zero,
+            zero,
+            position,
+            precisions,
+            (),
+            {},
+            Running(zero[0].clone(), zero.clone(), zero.clone()),
+            key,
+            torch.zeros((), dtype=torch.int64, device=key.device),
+        )
+        bound = self._bound(target, state)
+        found = bound.evaluate(position)
+        finite = torch.isfinite(found.log_likelihood + found.log_prior) & torch.isfinite(found.gradient).all(-1)
+        if not bool(finite.all()):
+            raise ValueError(
+                f"{type(self).__name__}: the log joint or its gradient at the starting points is not finite: standardise inputs "
+                "and targets, or start elsewhere (init='given', or init= an earlier posterior)"
+            )
+        check_function(type(self).__name__, bound, position, found.log_likelihood)
+        state = state._replace(**found._asdict())
+        begun = self.begin(self._bound(target, state), state)
+        return begun._replace(statistics=self._noted(begun, begun.statistics))
+
+    def _bound(self, target: Target, state: ChainState) -> Target:
+        bound = self.bind(target, state)
+        return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
+
+    def step(self, model: Model, state: ChainState, batch: Batch) -> tuple[ChainState, dict[str, Tensor]]:  # noqa: ARG002
+        """One transition of all chains; the target has the data."""
+        return self.advanced(self.target(model), state)
+
+    def advanced(self, target: Target, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+        """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
+        new = self.transition(self._bound(target, state), state)
+        if target.hierarchy is not None:
+            new = target.hierarchy.step(target, new)
+        joint = new.log_likelihood + new.log_prior
+        running = new.running if self.warming(state) else _updated(new.running, joint)
+        info = {"log_joint": joint, "log_likelihood": new.log_likelihood, "log_prior": new.log_prior, **new.statistics}
+        noted = self._noted(state, new.statistics)
+        return new._replace(statistics=noted, running=running, step=state.step + 1), info
+
+    def _noted(self, state: ChainState, latest: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics of the transitions since the last draw, of which `state` has those before the latest."""
+        if self.thin == 1:
+            return latest
+        before, found = state.statistics, dict(latest)
+        count = 0 if self.warming(state) else (int(state.step) - self.warmup) % self.thin
+        if count:
+            found |= {name: before[name] + latest[name] for name in SUMMED if name in latest}
+            found |= {name: (count * before[name] + latest[name]) / (count + 1) for name in AVERAGED if name in latest}
+        if "energy" in latest:
+            found["energy_change"] = latest["energy"] - before["energy"]
+        return found
+
+    def about(self, state: ChainState) -> dict[str, Tensor]:
+        """What is kept of a draw beside its weights: log-likelihood, log prior and statistics, `[chains]` each."""
+        beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
+        return index(beside, slice(self.chains))
+
+    def kept(self, model: Model, state: ChainState) -> Weights:
+        """Weights, buffers, hyper-parameters and statistics of each chain, by name."""
+        target = self.target(model)
+        named = {
+            **target.named(state.position),
+            **{PREFIX + name: value for name, value in self.about(state).items()},
+            **{f"{PREFIX}precision.{name}": value for name, value in state.precisions.items()},
+        }
+        rest = {name: value.expand(self.chains, *value.shape) for name, value in target.rest.items()}
+        return {**rest, **index(named, slice(self.chains))}
+
+    def caption(self, state: ChainState) -> str:
+        """What the progress bar says: warm-up or not, acceptance, step size, R̂ of the log joint."""
+        parts = ["warm-up"] if int(state.step) <= self.warmup else []
+        for name, form in (("acceptance", "acceptance {:.2f}"), ("step_size", "step {:.2g}")):
+            if name in state.statistics:
+                parts.append(form.format(float(state.statistics[name].double().mean())))
+        if math.isfinite(ratio := live_rhat(state.running)):
+            parts.append(f"R̂ {ratio:.2f}")
+        return ", ".join(parts)
+
+    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+        """The draws of all chains, with what is needed to go on."""
+        from plausible.posteriors.chains import ChainsPosterior
+
+        return ChainsPosterior.of(self, model, fitted, chains=self.chains)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def quick(self) -> Self:
+        """Few draws of two chains."""
+        return replace(self, draws=min(self.draws, 12), warmup=min(self.warmup, 8), chains=min(self.chains, 2))
+
+
+def check_count(who: str, setting: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{who}: {setting} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_function(who: str, target: Target, position: Tensor, log_likelihood: Tensor) -> None:
+    """Refuse a density that has another value when it is asked again."""
+    again, _ = target.densities(position)
+    gap = (again - log_likelihood).abs() / (1 + log_likelihood.abs())
+    if float(gap.nan_to_num(nan=0.0).max()) > 1e-4:
+        raise ValueError(
+            f"{who}: the log-likelihood differs between two calls at the same weights, so there is no one posterior to sample: is "
+            "there functional dropout (F.dropout without training=self.training), augmentation of inputs, or a loader with "
+            "drop_last=True?"
+        )
+
+
+def starting_points(model: Model, count: int, init: str) -> Weights:
+    """Starting weights of all chains, on a leading axis: those of an earlier posterior, where the model brings them."""
+    if model.initial_draws is not None:
+        there = len(next(iter(model.initial_draws.values())))
+        return stack([index(model.initial_draws, c % there) for c in range(count)])
+    if init == "given":
+        return stack([model.initial] * count)
+    streams = [random.generator(model.seed, 5, c) for c in range(count)]
+    return stack(
+        [model.reinitialised(stream) if init == "fresh" else model.prior.sample(model.initial, stream) for stream in streams]
+    )
+
+
+def _updated(running: Running, value: Tensor) -> Running:
+    number = running.number + 1
+    delta = value - running.mean
+    mean = running.mean + delta / number
+    return Running(number, mean, running.squares + delta * (value - mean))
+
+
+def live_rhat(running: Running) -> float:
+    """√(((n−1)/n · W + B/n)/W) of the chains so far, without splits and ranks; NaN where there are too few."""
+    count, chains = float(running.number), len(running.mean)
+    if count < 4 or chains < 2:
+        return math.nan
+    within = float((running.squares / (count - 1)).mean())
+    between = float(running.mean.var(unbiased=True))
+    return math.sqrt((count - 1) / count + between / within) if within > 0 else math.nan

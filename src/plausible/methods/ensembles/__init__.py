@@ -1,0 +1,1 @@
+"""Combinators that repeat another method."""

@@ -1,0 +1,389 @@
+"""What is known at a mode: the curvature there, the prior's precisions, the evidence; and how to get to it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.curvature.estimating import estimate
+from plausible.blocks.curvature.structures import Curvature
+from plausible.blocks.curvature.sums import added
+from plausible.blocks.curvature.tally import Tally
+from plausible.blocks.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
+from plausible.core.data import Data, StreamData, take
+from plausible.core.model import Model
+from plausible.core.priors import Gaussian, Hierarchical, Prior, as_prior
+from plausible.core.priors.composed import leaves
+from plausible.core.priors.earlier import earlier_posterior
+from plausible.core.special import flushed, widest
+from plausible.core.weights import Weights
+from plausible.engine.progress import Progress
+from plausible.posteriors.linearised import LaplacePosterior, centre, gaussian_rule, rule_centre
+
+if TYPE_CHECKING:
+    from plausible.methods.laplace.laplace import Laplace
+
+log = logging.getLogger("plausible")
+
+FAR = 0.3
+"""Posterior standard deviations from the mode, root mean square over the weights, from which a warning is due."""
+
+
+@dataclass
+class Mode:
+    """Weights at a mode, the curvature there, and the precisions of the prior."""
+
+    method: Laplace
+    model: Model
+    weights: Weights
+    data: Data
+    names: tuple[str, ...]
+    curvature: Curvature
+    precision: Weights
+    scale: float
+    tally: Tally
+    report: dict[str, Any] = field(default_factory=dict)
+    log_likelihood: Tensor | None = None
+    log_det: Tensor | None = None
+
+    @classmethod
+    def at(
+        cls, method: Laplace, model: Model, weights: Weights, data: Data, names: tuple[str, ...], progress: bool | None = False
+    ) -> Mode:
+        """Add up the curvature."""
+        own = model.restricted(names)
+        earlier = earlier_posterior(model.prior, names, weights)
+        precision = prior_precision(own, weights, names, method.structure) if earlier is None else dict(earlier.precision)
+        settings: dict[str, Any] = {
+            "structure": method.structure,
+            "curvature": method.curvature,
+            "precision": precision,
+            "sharing": method.sharing,
+            "rank": method.rank,
+            "chunk": method.chunk,
+            "negligible": method.negligible,
+            "progress": progress,
+        }
+        chosen = None
+        scale = 1.0 / float(model.temperature)
+        if isinstance(method.where, int) and not isinstance(method.where, bool):
+            chosen = _widest(own, weights, data, precision, method.where, method)
+        tally = Tally()
+        curvature = estimate(own, weights, data, chosen=chosen, tally=tally, **settings)
+        precision = {name: value * scale for name, value in precision.items()}
+        if earlier is not None:  # what its data and these say together
+            curvature, scale = added(earlier.curvature, curvature, (earlier.scale * scale, scale)), 1.0
+        return cls(method, model, weights, data, names, curvature, precision, scale, tally)
+
+    @property
+    def factor(self) -> Tensor:
+        """The scale of the likelihood, as a tensor."""
+        first = self.weights[self.names[0]]
+        return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
+
+    def tuned(self, how: Tune | None) -> tuple[Model, Weights]:
+        """The model with the precisions (and the noise) that maximise the evidence at this mode; the weights with that noise."""
+        residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
+        if self.curvature.chosen < self.curvature.size:  # the other elements are points
+            free = self.curvature.variances(self.precision, self.factor)
+            residuals = {n: torch.where(free[n] > 0, r, 0.0) for n, r in residuals.items()}
+        squares = count = None
+        if tunable_noise(self.model):
+            squares, count = _standardised_squares(self.model, self.weights, self.data)
+        found = tune(self.curvature, residuals, self.precision, self.factor, how, squares, count or 0.0)
+        weights = dict(self.weights)
+        for name in self.model.likelihood_names:
+            if squares is not None:
+                weights[name] = weights[name] + 0.5 * math.log(found.variance)
+        return _with_precision(self.model, found.precision, self.names), weights
+
+    def judge(self) -> None:
+        """How far these weights are from a mode."""
+        from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gradient
+
+        if self.tally.log_likelihood is not None:
+            self.log_likelihood = self.tally.log_likelihood.cpu()
+            _, pull = log_prior_gradient(self.model, self.weights)
+            slope = self.tally.gradient
+            gradient = {n: flushed((slope.pop(n) + pull.pop(n)).div_(self.model.temperature)) for n in self.names}
+        else:
+            value, gradient = log_joint_gradient(self.model, self.weights, self.data)
+            prior = self.model.log_prior(self.weights).detach().double()
+            self.log_likelihood = (value.double() * self.model.temperature - prior).cpu()
+        with torch.no_grad():
+            square = float(self.curvature.quadratic({n: gradient[n] for n in self.names}, self.precision, self.factor))
+            self.log_det = self.curvature.log_det(self.precision, self.factor).cpu()
+        if not (math.isfinite(square) and math.isfinite(float(self.log_det))):
+            raise ValueError(
+                "neither the data nor the prior say anything about some weights, so their variance is infinite: use a proper "
+                "prior, e.g. prior=priors.Gaussian(1.0)"
+            )
+        norms = [torch.linalg.vector_norm(gradient[n], dtype=widest(gradient[n].device)) for n in self.names]
+        if self.tally.columns is not None:
+            self.report["columns"] = self.tally.columns
+        self.report["gradient_norm"] = float(torch.stack(norms).norm())
+        self.report["distance"] = math.sqrt(max(square, 0.0) / self.curvature.chosen)
+
+    def better(self, other: Mode) -> bool:
+        """Whether the evidence is as high here, to a tenth of a nat; tempered models have none, and the later one counts."""
+        here, there = self.evidence(), other.evidence()
+        return here is None or there is None or float(here.total) > float(there.total) - 0.1
+
+    def warn(self) -> None:
+        """Say so where these weights are far from a mode."""
+        if self.report["distance"] > FAR:
+            warnings.warn(
+                f"the network is not at a mode of this posterior: the gradient of the log joint has norm "
+                f"{self.report['gradient_norm']:.3g}, and weights are about {self.report['distance']:.2g} posterior standard "
+                "deviations away on average. The Gaussian is centred at the wrong place and the evidence is off; train longer, or "
+                "use the prior (weight decay) that the network was trained with",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def evidence(self) -> Evidence | None:
+        """Log p(D), taken apart; None for tempered models."""
+        if self.model.temperature != 1.0:
+            return None
+        assert self.log_likelihood is not None
+        assert self.log_det is not None
+        with torch.no_grad():
+            count = self.curvature.chosen
+            volume = 0.5 * count * math.log(2 * math.pi) - 0.5 * self.log_det
+            masks = {}
+            if count < self.curvature.size:
+                masks = {n: v > 0 for n, v in self.curvature.variances(self.precision, self.factor).items()}
+            if all(gaussian_rule(self.model.prior, n) for n in self.names):
+                residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
+                prior = gaussian_log_prior(residuals, self.precision, masks).cpu()
+            elif any(not self.model.prior.rule(n).independent for n in self.names):
+                prior = self.model.prior.log_prob({n: self.weights[n] for n in self.names}).double().cpu()
+            else:
+                each = {n: self.model.prior.elementwise(n, self.weights[n].double()) for n in self.names}
+                prior = torch.stack([(v[masks[n]] if n in masks else v).sum().double() for n, v in each.items()]).sum().cpu()
+        return Evidence(self.log_likelihood, prior, volume)
+
+    def posterior(self, method: Laplace, run: Mapping[str, Any]) -> LaplacePosterior:
+        """The result."""
+        model = self.model.restricted(self.names)
+        if isinstance(model.prior, Relevance):  # the precisions are in the posterior; what is saved has no room for them
+            model = model.with_settings(prior=model.prior.base)
+        means = {n: self.weights[n] for n in self.names}
+        points = {n: self.weights[n] for n in (*model.points, *model.buffers)}
+        return LaplacePosterior(
+            method,
+            model,
+            run,
+            means,
+            points,
+            self.curvature,
+            self.precision,
+            self.scale,
+            method.predictive,
+            self.evidence(),
+            self.report,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The prior
+
+
+class Relevance(Prior):
+    """N(w; loc, 1/τ) with a precision for every element of the weights in `precision`; the others follow `base`."""
+
+    def __init__(self, base: Prior, precision: Weights):
+        self.base, self.tau = base, precision
+
+    def rule(self, name: str) -> Prior:
+        """That of the base."""
+        return self.base.rule(name)
+
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:
+        """The normal log density of each element."""
+        if name not in self.tau:
+            return self.base.elementwise(name, weight)
+        tau = self.tau[name].to(weight)
+        return 0.5 * (tau / (2 * math.pi)).log() - 0.5 * tau * (weight - rule_centre(self.base, name, weight)).square()
+
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        """Normal draws."""
+        if name not in self.tau:
+            return self.base.draw(name, like, generator, draws)
+        noise = torch.randn((*draws, *like.shape), generator=generator, device=generator.device)
+        return rule_centre(self.base, name, like) + noise * self.tau[name].to(noise).rsqrt()
+
+
+def check_gaussian(model: Model) -> None:
+    """Refuse priors that have no precision to tune."""
+    for name in model.random:
+        if not name.startswith("likelihood.") and not gaussian_rule(model.prior, name):
+            raise ValueError(
+                f"Laplace: tune needs Gaussian priors, whose precisions it sets; the prior of {name!r} is {model.prior.rule(name)}"
+            )
+
+
+def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], structure: str) -> Weights:
+    """−∂² log p(w)/∂w² of each element; a 0-d tensor where all elements of a weight have the same.
+
+    Kronecker factors take the mean over a layer. Priors with heavy tails curve the other way far out; there it counts as 0. Under
+    hierarchical priors it is E(τ | w), the curvature of the Gaussian that they are given their precisions.
+    """
+    found = _expected_precisions(model, weights, names)
+    for name in (name for name in names if name not in found):
+        leaf = weights[name].detach()
+        if leaf.ndim and gaussian_rule(model.prior, name) and not isinstance(model.prior, Relevance):
+            leaf = leaf[:1]  # its elements have one precision, and the fan-in is that of any row
+        leaf = leaf.double().requires_grad_()
+        with torch.enable_grad():
+            total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()  # a flat prior has no graph of its own
+            slope = torch.autograd.grad(total, leaf, create_graph=True)[0]
+            second = torch.autograd.grad(slope.sum(), leaf, allow_unused=True)[0] if slope.requires_grad else None
+        value = torch.zeros_like(leaf) if second is None else -second.detach()
+        negative = int((value < 0).sum())
+        if negative:
+            log.warning(
+                "the prior of %s is not log-concave at %d of %d weights: it counts as flat there", name, negative, value.numel()
+            )
+        value = value.clamp(min=0).to(weights[name].dtype)
+        found[name] = value
+    for name, value in found.items():
+        alike = bool(torch.isclose(value, value.flatten()[0], rtol=1e-6, atol=0).all())
+        if not alike and structure in ("kron", "ekfac"):
+            log.warning("Kronecker factors take the mean curvature of the prior over %s", name)
+        found[name] = value.mean() if alike or structure in ("kron", "ekfac") else value
+    return found
+
+
+def _expected_precisions(model: Model, weights: Weights, names: tuple[str, ...]) -> Weights:
+    """E(τ | w) of weights with hierarchical priors, shaped like them."""
+    found = {}
+    for leaf in leaves(model.prior, {name: weights[name] for name in model.initial}):
+        if isinstance(leaf.prior, Hierarchical):
+            scaled = {n: weights[n].detach().double() * factor**0.5 for n, factor in leaf.factors.items()}
+            for n, value in leaf.prior.expected_precision(scaled).items():
+                if n in names:
+                    found[n] = (value * leaf.factors[n]).expand(weights[n].shape).to(weights[n].dtype).contiguous()
+    return found
+
+
+def _with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> Model:
+    """The model with Gaussian priors of these precisions."""
+    if any(value.ndim for value in precision.values()):
+        base = model.prior.base if isinstance(model.prior, Relevance) else model.prior
+        return model.with_settings(prior=Relevance(base, dict(precision)))
+    own = [(n, Gaussian(float(precision[n]) ** -0.5, centre(model, n))) for n in names]
+    rest = [(n, model.prior.rule(n)) for n in model.initial if n not in names]
+    return model.with_settings(prior=as_prior({n.replace("[", "[[]"): rule for n, rule in own + rest}))
+
+
+def tunable_noise(model: Model) -> bool:
+    """Whether the likelihood is Gaussian with one learned scale."""
+    from plausible.core.likelihoods import LOG_SCALE
+    from plausible.core.likelihoods import Gaussian as Normal
+
+    return isinstance(model.likelihood, Normal) and model.likelihood.scale == "learned" and LOG_SCALE in model.initial
+
+
+def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[float, float]:
+    """Σ weight·(y − f)²/σ² and how many targets."""
+    total = count = 0.0
+    with torch.no_grad():
+        for batch in data.chunks(1024):
+            f = model.outputs(weights, batch.x)
+            z = (f - batch.y) * torch.exp(-weights["likelihood.log_scale"])
+            weight = torch.ones_like(z) if batch.weight is None else batch.weight.reshape(-1, *[1] * (z.ndim - 1)).expand_as(z)
+            if batch.mask is not None:
+                weight = weight * batch.mask
+            total += float((z.double().square() * weight).sum())
+            count += float(weight.sum())
+    return total, count
+
+
+def _widest(model: Model, weights: Weights, data: Data, precision: Weights, count: int, method: Laplace) -> Tensor:
+    """Numbers of the `count` elements with the largest marginal variance, by a diagonal curvature, in the order of the layers."""
+    diagonal = estimate(
+        model,
+        weights,
+        data,
+        structure="diag",
+        curvature="ggn" if method.curvature == "hessian" else method.curvature,
+        negligible=method.negligible,
+    )
+    first = next(iter(weights.values()))
+    variances = diagonal.variances(precision, torch.ones((), dtype=first.dtype, device=first.device))
+    whole = torch.cat([variances[n].reshape(-1) for block in diagonal.blocks for n in block.names])
+    if count > len(whole):
+        raise ValueError(f"Laplace: where={count} asks for more weights than there are ({len(whole):,})")
+    return whole.topk(count).indices.sort().values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Getting to the mode
+
+
+def check_deterministic(model: Model, weights: Weights, data: Data) -> None:
+    """Refuse networks that give other outputs the second time: they have no curvature."""
+    x = next(iter(data.chunks(2))).x
+    with torch.no_grad():
+        first, second = (model.outputs(weights, take(x, slice(0, 2))) for _ in range(2))
+    if not torch.equal(first, second):
+        raise ValueError(
+            "the network gives different outputs for the same inputs, also in evaluation mode: its curvature is not defined; "
+            "remove what draws random numbers there (functional dropout with training=True, say)"
+        )
+
+
+def polished(
+    model: Model, weights: Weights, data: Data, iterations: int, held: tuple[str, ...] = (), progress: bool | None = False
+) -> Weights:
+    """The weights after at most this many iterations of L-BFGS on the log joint of all data, in evaluation mode.
+
+    Steps are kept only where the log joint rose. Those in `held` stay.
+    """
+    from plausible.blocks.curvature.products import choose_chunk, log_joint_gradient
+
+    if isinstance(data, StreamData):
+        iterations = min(iterations, 10)
+    size = choose_chunk(model, weights, data, 0)
+    names = [n for n in model.initial if n not in held]
+    fixed = {n: v for n, v in weights.items() if n not in names}
+    leaves = {n: weights[n].detach().clone() for n in names}
+    parameters = [v.requires_grad_() for v in leaves.values()]
+    memory = 100 if sum(v.numel() for v in parameters) < 10**5 else 10
+    solver = torch.optim.LBFGS(
+        parameters,
+        lr=1.0,
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        history_size=memory,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-8,
+        tolerance_change=1e-9,
+    )
+    best: list[Any] = [None, None]
+
+    def closure() -> Tensor:
+        current = {**{n: p.detach() for n, p in zip(names, parameters)}, **fixed}
+        value, gradient = log_joint_gradient(model, current, data, chunk=size)
+        for n, p in zip(names, parameters):
+            p.grad = -gradient[n] / model.num_data
+        if bool(torch.isfinite(value)) and (best[0] is None or float(value) > best[0]):
+            best[0], best[1] = float(value), {n: p.detach().clone() for n, p in zip(names, parameters)}
+        bar.update(bar_at(), f"log joint {float(value):,.1f}")
+        return -value.detach() / model.num_data
+
+    def bar_at() -> int:
+        state: Any = next(iter(solver.state.values()), {})
+        return int(state.get("n_iter", 0))
+
+    with Progress("polishing", iterations, "steps", progress) as bar:
+        solver.step(closure)  # type: ignore[arg-type]
+    return {**weights, **(best[1] or {})}

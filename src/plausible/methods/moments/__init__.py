@@ -1,0 +1,1 @@
+"""Bounds in closed form, by moments through the network."""

@@ -1,0 +1,250 @@
+"""Minimum description length: the noisiest weights that still describe the data, in nats or bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plausible.blocks.moments.activations import RULES
+from plausible.blocks.moments.networks import Layer
+from plausible.blocks.variational import entropy
+from plausible.core import likelihoods, storage
+from plausible.core import weights as tree
+from plausible.core.model import Model
+from plausible.core.optimisers import AdamW, Optimiser
+from plausible.core.schedules import Cosine, Schedule
+from plausible.core.serialise import check_count, register
+from plausible.core.weights import Weights, select
+from plausible.engine.method import BatchSize, Traits
+from plausible.methods.moments.base import ByMoments, kl
+from plausible.posteriors.moments import MomentsPosterior
+
+if TYPE_CHECKING:
+    from plausible.engine import Fitted
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@register
+@dataclass(frozen=True)
+class MDL(ByMoments):
+    """description length = E_q[−log p(D | w)] + KL(q ‖ coding prior),  q(w) = Π N(w_i; μ_i, σ_i²)
+
+    The noisiest weights that still describe the data: what a network costs to send, misfits and weights together, with an exact
+    expected error (Hinton & van Camp 1993).
+
+    For networks with one hidden layer (or none) and Gaussian noise. Given x the hidden units are independent, so that mean and
+    variance of the outputs follow from those of each unit: by closed forms for ReLU, LeakyReLU and linear units, by quadrature for
+    tanh, sigmoid and their kin. Weights are sent as noisy values, at KL(q ‖ coding prior) nats by bits-back coding. `coding` is
+    "gaussian" (for each weight tensor a centred Gaussian of the best variance, mean(μ² + σ²)), "mixture" (`components` Gaussians
+    shared by all weights, which adapt to them) or "prior" (the model's as it stands; then this is mean-field inference). The
+    likelihood's own weights are always coded by the prior. Over the first `warmup` of the steps the cost of the weights is weighted
+    by a factor that rises to 1: an adaptive coding prior otherwise shrinks with the weights before they have learned anything.
+    With `batch_size=None` the result is the same for every seed. Cost a step: two forward and backward passes.
+    """
+
+    epochs: int | None = None
+    batch_size: BatchSize = None
+    lr: float | Schedule = field(default_factory=lambda: Cosine(1e-2))
+    coding: Literal["gaussian", "mixture", "prior"] = "gaussian"
+    components: int = 5
+    initial_scale: float = 0.02
+    warmup: float = 0.25
+    optimiser: Optimiser = field(default_factory=AdamW)
+
+    name: ClassVar[str] = "mdl"
+    covariance = "diagonal"  # not a setting: the error needs no more than the variance of each output
+    normalises: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(
+        deterministic=True, mixed_precision=False, bias="independent weights: each scale is that of the weight given all others"
+    )
+
+    def __post_init__(self) -> None:
+        ByMoments.__post_init__(self)
+        if self.coding not in ("gaussian", "mixture", "prior"):
+            raise ValueError(f"MDL: coding must be 'gaussian', 'mixture' or 'prior', got {self.coding!r}")
+        check_count(self, "components", at_least=2)
+
+    def check_layers(self, model: Model, layers: tuple[Layer, ...]) -> None:
+        """One hidden layer at most, and Gaussian noise: what the expected error is exact for."""
+        kinds = [type(layer.module) for layer in layers if type(layer.module) is not nn.Flatten]
+        hidden = [kind for i, kind in enumerate(kinds) if not (kind is nn.BatchNorm1d and i == 1)]
+        plain = [kind for kind in hidden if kind not in RULES]
+        if plain not in ([nn.Linear], [nn.Linear, nn.Linear]) or len(hidden) - len(plain) > 1 or hidden[-1] in RULES:
+            words = "–".join(kind.__name__ for kind in kinds)
+            raise ValueError(
+                f"MDL: the network is {words}, expected Linear–activation–Linear: one hidden layer, for which the expected error "
+                "is exact; DVI takes deeper ones"
+            )
+        likelihood = model.likelihood
+        while isinstance(likelihood, likelihoods.Scaled):
+            likelihood = likelihood.likelihood
+        if not isinstance(likelihood, likelihoods.Gaussian):
+            raise ValueError(
+                f"MDL: the likelihood is {type(likelihood).__name__}, expected Gaussian, whose expected squared error is exact; "
+                "DVI takes other likelihoods"
+            )
+        own = [name for name in model.random if not name.startswith("likelihood.")]
+        if self.coding != "prior" and any(not model.prior.rule(name).precision for name in own):
+            raise ValueError(
+                f"MDL: coding={self.coding!r} replaces the centred Gaussian prior of the weights by one that fits them, and this "
+                "prior is another: use coding='prior'"
+            )
+
+    def prior_start(self, model: Model) -> Weights:
+        """The mixture: proportions alike, means across the range of the starting weights."""
+        if self.coding != "mixture":
+            return {}
+        values = torch.cat([model.initial[name].flatten() for name in _coded(model.random)])
+        scale = values.square().mean().sqrt().clamp_min(1e-2)
+        places = torch.linspace(-1, 1, self.components, dtype=values.dtype, device=values.device)
+        return {
+            "logits": torch.zeros_like(places),
+            "means": 2 * scale * places,
+            "log scales": torch.zeros_like(places) + scale.log(),
+        }
+
+    def weights_cost(self, model: Model, means: Weights, scales: Weights, prior: Weights) -> Tensor:
+        """The nats that the weights cost, by the coding prior."""
+        if self.coding == "prior":
+            return kl("MDL", model, means, scales)
+        own = _coded(means)
+        rest = [name for name in means if name not in own]
+        cost = kl("MDL", model, select(means, rest), select(scales, rest))
+        if self.coding == "mixture":
+            each = [mixture_cost(means[n], scales[n], prior, model.temperature).sum() for n in own]
+            return cost + torch.stack(each).sum()
+        fits = [0.5 * means[n].numel() * (means[n].square() + scales[n].square()).mean().log() for n in own]
+        count = sum(means[n].numel() for n in own)
+        expected = -torch.stack(fits).sum() - count * (HALF_LOG_2PI + 0.5)
+        return cost - entropy(select(scales, own)) - expected / model.temperature
+
+    @classmethod
+    def conforming(cls) -> MDL:
+        """The prior as it stands, the rate falling to nothing."""
+        return cls(epochs=400, batch_size=None, lr=Cosine(0.05), coding="prior")
+
+    def posterior(self, model: Model, fitted: Fitted) -> CodedPosterior:
+        """The means and scales of the last step."""
+        scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
+        posterior = CodedPosterior.of(self, model, fitted, scales)
+        assert isinstance(posterior, CodedPosterior)
+        posterior.coding = tree.clone(fitted.state.prior)
+        return posterior
+
+
+def mixture_cost(mean: Tensor, scale: Tensor, mixture: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
+    """−log Σ_j π_j e^{−KL(q ‖ N_j)}: the nats of one weight under a mixture of Gaussians N_j, for each element of `mean`.
+
+    The weight is sent by component j with probability ∝ π_j e^{−KL_j}, and the choice comes back as free bits; no shorter than
+    KL(q ‖ Σ π_j N_j), and equal to it where components do not overlap (Hinton & van Camp 1993, §7).
+    """
+    centred = mean.unsqueeze(-1) - mixture["means"]
+    log_scale = scale.log().unsqueeze(-1)
+    variance = torch.exp(2 * mixture["log scales"])
+    second = centred * centred + (scale * scale).unsqueeze(-1)
+    expected = -HALF_LOG_2PI - mixture["log scales"] - 0.5 * second / variance
+    entropies = log_scale + HALF_LOG_2PI + 0.5
+    return -entropies.squeeze(-1) - torch.logsumexp(mixture["logits"].log_softmax(-1) + expected, -1) / temperature
+
+
+def _coded(names: Any) -> list[str]:
+    return [name for name in names if not name.startswith("likelihood.")]
+
+
+class DescriptionLength(NamedTuple):
+    """What it costs to send the data: misfits, and the weights with which they were computed."""
+
+    data: float
+    weights: float
+    unit: str = "nats"
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.data + self.weights
+
+    @property
+    def bits(self) -> DescriptionLength:
+        """The same in bits: nats over log 2."""
+        if self.unit == "bits":
+            return self
+        return DescriptionLength(self.data / math.log(2), self.weights / math.log(2), "bits")
+
+
+class CodedPosterior(MomentsPosterior):
+    """What `MDL` found: q(w), and the `coding` prior's parameters where they were learned."""
+
+    kind = "coded"
+    coding: Weights = {}  # noqa: RUF012  replaced, never written to
+
+    def description_length(self, data: Any = None, *, precision: float | None = None) -> DescriptionLength:
+        """The cost of the data the network was fitted on, or of `data` (x, y), and that of the weights, in nats.
+
+        Without `data` the misfits are those of the last epoch (in an ensemble, averaged over its members). Real numbers cost −log
+        of a density, which may be negative; with targets written to a given `precision`, −log(density · precision) is what each of
+        them takes.
+        """
+        model, method = self.model, self.method
+        if not isinstance(method, MDL):
+            raise ValueError("the settings of the method are not known, so its coding prior is not either")
+        if self.masks:
+            raise ValueError("weights that were pruned cannot be sent as noisy values: ask before pruning")
+        if precision is not None and not (math.isfinite(precision) and precision > 0):
+            raise ValueError(f"precision must be positive and finite, the step to which targets are written, got {precision}")
+        with torch.no_grad():
+            weights = float(method.weights_cost(model, self.means, self.scales, self.coding))
+            if data is None:
+                if not self.history.get("log_likelihood"):
+                    raise ValueError(
+                        "no misfits are known of a member of an ensemble, or of a run that ended in its first epoch: pass data"
+                    )
+                misfits = -self.history["log_likelihood"][-1]
+                count = model.num_data * math.prod(model.likelihood.target_shape((1, *model.output_shape)))
+            else:
+                from plausible.core.data import as_data
+
+                first = next(iter(model.initial.values()))
+                given = as_data(data, dtype=first.dtype, device=first.device).all()
+                y = model.likelihood.check((len(given.y), *model.output_shape), given.y, mask=given.mask)
+                variances = {name: scale * scale for name, scale in self.scales.items()}
+                scale = model.num_data / len(y)
+                means = {**self.points, **self.means}
+                own = model.with_prepared(None)
+                found, _ = method._expected(own, means, variances, self.points, given._replace(y=y), train=False)
+                count = y.numel() if given.mask is None else int(given.mask.sum())
+                misfits = -float(found) / scale
+        if precision is not None:
+            misfits -= count * math.log(precision)
+        return DescriptionLength(misfits, weights)
+
+    def diagnostics(self, x: Any = None) -> dict[str, Any]:
+        """As for Gaussians, with the description length in nats."""
+        report = super().diagnostics(x)
+        if isinstance(self.method, MDL) and not self.masks and self.history.get("log_likelihood"):
+            length = self.description_length()
+            report["description_length"] = {"data": length.data, "weights": length.weights}
+        return report
+
+    def _moved(self, model: Model, device: torch.device) -> CodedPosterior:
+        moved = super()._moved(model, device)
+        assert isinstance(moved, CodedPosterior)
+        moved.coding = tree.to(self.coding, device)
+        return moved
+
+    def _write(self, folder: Path) -> dict[str, Any]:
+        return {**super()._write(folder), "coding_sha256": storage.write_tensors(folder / "coding.safetensors", self.coding)}
+
+    @classmethod
+    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> CodedPosterior:
+        posterior = super()._read(folder, content, method, model)
+        assert isinstance(posterior, CodedPosterior)
+        found = storage.read_tensors(folder / "coding.safetensors", content["coding_sha256"])
+        posterior.coding = tree.to(found, posterior.device)
+        return posterior

@@ -1,0 +1,1 @@
+"""Independent Gaussians by natural gradients."""

@@ -1,0 +1,276 @@
+"""What the natural-gradient methods share: draws of the weights, gradients in parts, the three updates, the posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.natural_gradients import (
+    Positive,
+    Quadratic,
+    bias_correction,
+    descend,
+    deviation,
+    quadratic,
+    retract,
+    wide,
+)
+from plausible.blocks.stochastic import Noise
+from plausible.blocks.variational import entropy, expected_log_prior
+from plausible.core.compiling import hold
+from plausible.core.data import Batch, num_rows, select_rows
+from plausible.core.model import Joint, Model
+from plausible.core.optimisers import AdamW
+from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
+from plausible.core.serialise import check_count, check_number
+from plausible.core.weights import Weights, clone, select
+from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
+from plausible.posteriors.gaussian import GaussianPosterior
+
+if TYPE_CHECKING:
+    from plausible.core.data import Data
+    from plausible.engine import Fitted
+    from plausible.posteriors.base import Posterior
+    from plausible.testing import LinearGaussian
+
+POINTS = AdamW()
+"""What moves the weights that are trained as points."""
+
+
+class NaturalState(NamedTuple):
+    """Means (and weights trained as points), momentum, curvature s = h + δ, buffers, the optimiser of points, key, step."""
+
+    weights: Weights
+    momentum: Weights
+    curvature: Weights
+    buffers: Weights
+    optimiser: Any
+    key: Tensor
+    step: Tensor
+
+
+class Draw(NamedTuple):
+    """One draw of the weights: its noise ε, the weights m + σε, and the log joint with the gradient of the loss there."""
+
+    noise: Weights
+    weights: Weights
+    joint: Joint
+    gradients: Weights
+
+
+@dataclass(frozen=True)
+class NaturalGradient(Method):
+    """m ← m − lr (g + δm)/s,  s ← s ρ((1 − β₂)(ĥ + δ − s)/s),  q = N(m, 1/(λs))
+
+    Natural-gradient variational inference; a method says how it estimates ĥ and which ρ keeps s positive.
+    """
+
+    epochs: int | None = None
+    batch_size: BatchSize = "auto"
+    lr: float | Schedule = field(default_factory=lambda: Cosine(0.1))
+    samples: int = 1
+    beta1: float = 0.9
+    beta2: float = 0.995
+    initial_hessian: float = 0.1
+    damping: float = 0.0
+    clip_radius: float = 0.1
+    antithetic: bool = False
+    microbatches: int = 1
+    points_lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3))
+
+    keeps_draws: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(noisy=True, bias="independent weights: each scale is that of the weight given all others")
+    tolerance: ClassVar[float] = 0.05
+    positive: ClassVar[Positive] = staticmethod(retract)
+
+    def __post_init__(self) -> None:
+        check_training(self)
+        as_schedule(self.lr)
+        as_schedule(self.points_lr, "points_lr")
+        check_count(self, "samples", at_least=1)
+        check_count(self, "microbatches", at_least=1)
+        check_number(self, "beta1", at_least=0, below=1)
+        check_number(self, "beta2", at_least=0.5, below=1)
+        check_number(self, "initial_hessian", above=0)
+        check_number(self, "damping", at_least=0)
+        if not (isinstance(self.clip_radius, float | int) and self.clip_radius > 0):
+            raise ValueError(f"{type(self).__name__}: clip_radius must be positive or inf, got {self.clip_radius!r}")
+        if self.antithetic and self.samples % 2:
+            raise ValueError(
+                f"{type(self).__name__}: antithetic pairs need an even number of samples, got samples={self.samples}"
+            )
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        """`epochs` passes; the final state is the result."""
+        return plan_epochs(self, num_data, per_epoch)
+
+    def prepare(self, model: Model, data: Data) -> Model:  # noqa: ARG002
+        """Refuse parts of parts: ranks divide batches already, into parts that may differ in size."""
+        if self.microbatches > 1 and getattr(model, "team", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: microbatches={self.microbatches} with several ranks, which divide each batch already; "
+                "use microbatches=1, and more ranks or a smaller batch_size to save memory"
+            )
+        return model
+
+    def start(self, model: Model, key: Tensor) -> NaturalState:
+        """Means at the module's weights, no momentum, the curvature at `initial_hessian` + δ."""
+        weights, priors = clone(model.initial), gaussian_parts(model)
+        like = {name: weights[name].to(wide(weights[name])) for name in model.random}
+        curvature = {n: torch.full_like(w, self.initial_hessian + decay_of(model, priors[n])) for n, w in like.items()}
+        momentum = {name: torch.zeros_like(weight) for name, weight in like.items()}
+        points = select(weights, model.points)
+        step = torch.zeros((), dtype=torch.int64, device=key.device)
+        optimiser = POINTS.init(points) if points else ()
+        return NaturalState(weights, momentum, curvature, clone(model.buffers), optimiser, key, step)
+
+    def step(self, model: Model, state: NaturalState, batch: Batch) -> tuple[NaturalState, dict[str, Tensor]]:
+        """Draw weights, take the gradients there, move curvature and mean."""
+        ess, priors = model.num_data / model.temperature, gaussian_parts(model)
+        sigma = {name: deviation(s, ess) for name, s in state.curvature.items()}
+        draws, estimates, buffers = [], [], state.buffers
+        for noise in Noise.several(state.key, state.step, self.samples, antithetic=self.antithetic):
+            draw = self._draw(model, state, sigma, priors, noise, batch, buffers)
+            buffers = draw.joint.buffers
+            estimates.append(self.estimate(model, state, draw, noise, priors, batch))
+            draws.append(draw)
+        new = self._moved(model, state, draws, estimates, priors)
+        likelihood = _mean([draw.joint.log_likelihood for draw in draws])
+        means = {name: state.weights[name].to(s.dtype) for name, s in state.curvature.items()}
+        expected, rest = expected_log_prior(model.prior, means, sigma)
+        if rest:
+            expected = expected + _mean([model.prior.log_prob(select(draw.weights, rest)) for draw in draws])
+        kl = -entropy(sigma) - expected / model.temperature
+        info = {"elbo": likelihood / model.temperature - kl, "log_likelihood": likelihood, "kl": kl}
+        return new._replace(buffers=buffers, step=state.step + 1), info
+
+    def estimate(
+        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
+    ) -> Weights:
+        """ĥ by name: an estimate of the second derivatives of the mean loss at this draw."""
+        raise NotImplementedError
+
+    def _draw(
+        self,
+        model: Model,
+        state: NaturalState,
+        sigma: Weights,
+        priors: Mapping[str, Quadratic | None],
+        noise: Noise,
+        batch: Batch,
+        buffers: Weights,
+    ) -> Draw:
+        """Draw w = m + σε and take the gradient of the mean loss there, priors that are not Gaussian included."""
+        normal = noise.normals(state.curvature)
+        drawn = {n: (state.weights[n] + sigma[n] * e).to(state.weights[n].dtype) for n, e in normal.items()}
+        joint = in_parts(model, {**state.weights, **drawn}, batch, buffers, self.microbatches)
+        gradients = {}
+        for name, weight in drawn.items():
+            gradient, own = joint.grads[name].to(sigma[name].dtype), priors[name]
+            if own is not None and model.closed_precision is None:  # autograd has seen it: take it out again
+                gradient = gradient - own.precision / model.num_data * (weight - own.centre)
+            gradients[name] = gradient
+        return Draw(normal, drawn, joint, gradients)
+
+    def _moved(
+        self,
+        model: Model,
+        state: NaturalState,
+        draws: list[Draw],
+        estimates: list[Weights],
+        priors: Mapping[str, Quadratic | None],
+    ) -> NaturalState:
+        """The state with new weights, momentum and curvature."""
+        weights, momentum, curvature = dict(state.weights), {}, {}
+        lr = rate(self.lr, state.step, model.steps)
+        correction = hold(bias_correction(self.beta1, state.step + 1))
+        for name, own in priors.items():
+            weights[name], momentum[name], curvature[name] = descend(
+                state.weights[name],
+                state.momentum[name],
+                state.curvature[name],
+                _mean([draw.gradients[name] for draw in draws]),
+                _mean([each[name] for each in estimates]),
+                lr=lr,
+                correction=correction,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                decay=decay_of(model, own),
+                centre=0.0 if own is None else own.centre,
+                damping=self.damping,
+                clip_radius=self.clip_radius,
+                positive=type(self).positive,
+            )
+        optimiser = state.optimiser
+        if model.points:
+            grads = {name: _mean([draw.joint.grads[name] for draw in draws]) for name in model.points}
+            moved, optimiser = POINTS.update(
+                select(state.weights, model.points),
+                grads,
+                optimiser,
+                rate(self.points_lr, state.step, model.steps),
+                draws[0].joint.l2,
+            )
+            weights.update(moved)
+        return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
+
+    def kept(self, model: Model, state: NaturalState) -> Weights:  # noqa: ARG002
+        """None: they are drawn when they are asked for."""
+        return {}
+
+    def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
+        """The exact mean, and the variances 1/Λ_ii: the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""
+        mean, covariance = problem.posterior()
+        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+
+    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+        """The means of the last step, and σ = 1/√(λs)."""
+        ess = model.num_data / model.temperature
+        state = fitted.state
+        scales = {name: deviation(s, ess).to(state.weights[name].dtype) for name, s in state.curvature.items()}
+        return GaussianPosterior.of(self, model, fitted, scales, dict.fromkeys(scales, "weights"))
+
+
+def gaussian_parts(model: Model) -> dict[str, Quadratic | None]:
+    """The prior of each random weight as a quadratic, where it is one."""
+    return {name: quadratic(model.prior, name, model.initial[name]) for name in model.random}
+
+
+def decay_of(model: Model, prior: Quadratic | None) -> float:
+    """δ: the precision of the prior for each example; 0 where the gradients and estimates have the prior in them."""
+    return 0.0 if prior is None else prior.precision / model.num_data
+
+
+def in_parts(model: Model, weights: Weights, batch: Batch, buffers: Weights, parts: int) -> Joint:
+    """The log joint and the gradient of −(log-likelihood + log prior)/N, T = 1, from a batch seen in so many parts.
+
+    Each part is an estimate from its own rows; they are averaged by their sizes, so that the result is that of the whole batch
+    up to rounding. A centred Gaussian prior is left out of the gradient (`Joint.l2` has it).
+    """
+    rows = num_rows(batch.x)
+    scale = -model.temperature / model.num_data
+    parts = min(parts, rows)
+    total: Joint | None = None
+    for part in range(parts):
+        first, last = rows * part // parts, rows * (part + 1) // parts
+        piece = batch if parts == 1 else select_rows(batch, slice(first, last))
+        joint = model.gradient(weights, piece, buffers=buffers, train=True, scale=scale, leave_l2=True)
+        buffers = joint.buffers
+        if parts == 1:
+            return joint
+        share = (last - first) / rows
+        grads = {name: share * grad for name, grad in joint.grads.items()}
+        if total is not None:
+            grads = {name: total.grads[name] + grad for name, grad in grads.items()}
+        before = 0.0 if total is None else total.log_likelihood
+        total = joint._replace(log_likelihood=before + share * joint.log_likelihood, grads=grads)
+    assert total is not None
+    return total
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).mean(0)

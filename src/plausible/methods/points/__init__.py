@@ -1,0 +1,1 @@
+"""One point: maximum a posteriori."""

@@ -1,0 +1,1 @@
+"""Chains driven by minibatch gradients."""

@@ -1,0 +1,1 @@
+"""Laws over weights that maximise a bound on the evidence."""

@@ -1,0 +1,72 @@
+"""Variational inference with a normalising flow over all random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from plausible.blocks.families.flow import KINDS, FlowFamily, flow_bytes
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.schedules import Cosine
+from plausible.core.serialise import check_count, register
+from plausible.core.weights import Weights, num_elements, select
+from plausible.engine.method import Traits
+from plausible.methods.variational.base import COPIES, Reparameterised
+
+if TYPE_CHECKING:
+    from plausible.core.data import Data
+
+
+@register
+@dataclass(frozen=True)
+class Flow(Reparameterised):
+    """w = μ + σ ∘ f_K(… f_1(ε)),  ε ~ N(0, I),  maximising  E_q log p(D | w) − KL(q ‖ p)
+
+    A normalising flow over all random weights together (Rezende & Mohamed 2015), for small networks.
+
+    f is made of `transforms` autoregressive maps, whose coefficients come from masked networks with two layers of `hidden` units.
+    `kind` is "iaf" (inverse autoregressive, affine: Kingma et al. 2016), "realnvp" (affine coupling) or "nsf" (rational-quadratic
+    splines). q starts as independent Gaussians at the module's weights and can become skewed, curved or have several modes. The
+    density of a draw is exact; KL(q ‖ p) is sampled. Cost of a draw: for P random weights about transforms·hidden·(3P + hidden)
+    multiplications (24P with "nsf"), and as many parameters. Needs zuko: pip install 'plausible[flows]'.
+    """
+
+    transforms: int = 3
+    hidden: int = 32
+    kind: Literal["iaf", "realnvp", "nsf"] = "iaf"
+
+    name: ClassVar[str] = "flow"
+    traits: ClassVar[Traits] = Traits(noisy=True, bias="what the flow can express, and how far it was trained")
+    tolerance: ClassVar[float] = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "transforms", at_least=1)
+        check_count(self, "hidden", at_least=1)
+        if self.kind not in KINDS:
+            raise ValueError(f"Flow: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+
+    def family(self, weights: Weights) -> FlowFamily:
+        """Over all weights flattened."""
+        return FlowFamily(weights, self.transforms, self.hidden, self.kind)
+
+    def prepare(self, model: Model, data: Data) -> Model:
+        """Make the family once, if it fits."""
+        self.check_size(model)
+        return super().prepare(model, data)
+
+    def check_size(self, model: Model) -> None:
+        """The networks of the flow, with gradients and the optimiser's state."""
+        chosen = select(model.initial, model.random)
+        size, width = num_elements(chosen), max(w.element_size() for w in chosen.values())
+        require_memory(
+            flow_bytes(size, self.transforms, self.hidden, self.kind, COPIES * width),
+            next(iter(chosen.values())).device,
+            f"Flow: a flow over {size:,} random weights (where='last' infers fewer, MultiplicativeFlow has a flow for each layer)",
+        )
+
+    @classmethod
+    def conforming(cls) -> Flow:
+        """Full batches, a small flow."""
+        return cls(epochs=400, batch_size=None, lr=Cosine(0.03), samples=2, initial_scale=0.1, transforms=1, hidden=16)

@@ -1,0 +1,51 @@
+"""Full-rank variational inference: one Gaussian over all random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from plausible.blocks.families.full_rank import FullRankFamily
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.schedules import Cosine
+from plausible.core.serialise import register
+from plausible.core.weights import Weights, num_elements, select
+from plausible.engine.method import Traits
+from plausible.methods.variational.base import COPIES, Reparameterised
+
+
+@register
+@dataclass(frozen=True)
+class FullRank(Reparameterised):
+    """q(w) = N(μ, L Lᵀ),  w = μ + L ε,  maximising  E_q log p(D | w) − KL(q ‖ p)
+
+    One Gaussian with a full covariance over all random weights (full-rank ADVI, Kucukelbir et al. 2017).
+
+    L is lower triangular with a positive diagonal (softplus). The entropy Σ log L_ii + P/2·log 2πe is exact. Means start at
+    the module's weights, the diagonal at `initial_scale`. Cost: a matrix of P² numbers for P random weights, with gradient and
+    optimiser state six of them, so it is for small networks or a few layers (`where="last"`); what does not fit is refused.
+    """
+
+    name: ClassVar[str] = "full-rank"
+    traits: ClassVar[Traits] = Traits(noisy=True, bias="a Gaussian: of other posteriors the closest one in KL(q ‖ p)")
+
+    def family(self, weights: Weights) -> FullRankFamily:
+        """Over all weights flattened."""
+        return FullRankFamily(weights)
+
+    def check_size(self, model: Model) -> None:
+        """The factor, its gradient and the optimiser's state."""
+        chosen = select(model.initial, model.random)
+        size, width = num_elements(chosen), max(w.element_size() for w in chosen.values())
+        require_memory(
+            COPIES * width * size * size,
+            next(iter(chosen.values())).device,
+            f"FullRank: a covariance factor of {size:,} × {size:,} for all random weights (where='last' infers fewer, "
+            "LowRank and MatrixNormal store less)",
+        )
+
+    @classmethod
+    def conforming(cls) -> FullRank:
+        """Full batches and a gradient without noise at the optimum."""
+        return cls(epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)

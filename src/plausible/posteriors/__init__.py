@@ -1,0 +1,1 @@
+"""What a fit returns: stored draws, laws, linearised networks, mixtures; the predictive; saving and loading."""

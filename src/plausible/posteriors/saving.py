@@ -1,0 +1,316 @@
+"""Save and load: a folder of safetensors and JSON that executes nothing and refuses what does not fit.
+
+posterior.json          format, library version, kind, method, likelihood, prior, names and shapes, history, checksums
+fixed.safetensors       parameters and buffers of the network that were not inferred
+draws-….safetensors     the draws, in shards
+masks.safetensors       of a pruned posterior: which weights were kept
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import plausible.methods  # noqa: F401  settings of methods are decoded by name
+from plausible._version import __version__
+from plausible.core import serialise, storage
+from plausible.core.likelihoods import Likelihood
+from plausible.core.model import Model
+from plausible.core.networks import private_copy
+from plausible.core.priors import Prior, as_prior
+from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
+from plausible.core.weights import Weights, index, num_bytes
+from plausible.posteriors.base import Posterior, kinds
+
+FORMAT = 1
+IN_MEMORY = 512 * 2**20
+_NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+
+
+def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Write a posterior to a new folder: into a temporary sibling first, renamed when it is whole.
+
+    `overwrite=True` puts the new folder in the place of an older posterior's, and of nothing else.
+    """
+    target = Path(path).resolve()
+    existed = target.exists()
+    storage.prepare_folder(target, overwrite=overwrite)
+    if not existed:
+        target.rmdir()
+    elif any(target.iterdir()) and not (target / "posterior.json").exists():
+        raise FileExistsError(
+            f"path={str(path)!r} is not empty and holds no posterior; overwrite=True replaces only a saved posterior"
+        )
+    temporary = storage.beside(target)
+    temporary.mkdir()
+    try:
+        storage.write_json(temporary / "posterior.json", _write(posterior, temporary))
+        _put(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Path(path)
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """Rename a folder into its place; what was there goes away only afterwards, and comes back if that fails."""
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    old = storage.beside(target)
+    os.rename(target, old)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
+    """Write the tensors into a folder and return what the JSON says."""
+    model = posterior.model
+    trained = set(model.initial) | set(model.buffers)
+    everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
+    fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
+    dtypes = {name: value.dtype for name, value in {**model.initial, **model.buffers}.items()}
+    return {
+        "format": FORMAT,
+        "library": __version__,
+        "kind": posterior.kind,
+        "method": serialise.encode(posterior.method, strict=False),
+        "likelihood": serialise.encode(model.likelihood, strict=False),
+        "prior": serialise.encode(model.prior, strict=False),
+        "num_data": model.num_data,
+        "temperature": model.temperature,
+        "precision": None if model.precision is None else str(model.precision).removeprefix("torch."),
+        "output": None if model.output is None else getattr(model.output, "__name__", type(model.output).__name__),
+        "output_shape": list(model.output_shape),
+        "target_ndim": model.target_ndim,
+        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
+        "weights": {name: list(value.shape) for name, value in model.initial.items()},
+        "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
+        "fixed": {name: list(value.shape) for name, value in fixed.items()},
+        "random": list(model.random),
+        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
+        "log_evidence": _plain(posterior.log_evidence),
+        "run": _plain(posterior.run | {"history": posterior.history}),
+        **_plain(write_kind(posterior, folder)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """JSON without NaN or infinity."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
+        return str(value)
+    return value
+
+
+def load(
+    path: str | Path,
+    network: nn.Module,
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    likelihood: Likelihood | None = None,
+    prior: Prior | Mapping[str, Prior] | None = None,
+) -> Posterior:
+    """A saved posterior for this network: no data needed, nothing from the file is executed.
+
+    `output`, and a likelihood or prior of your own, are code and therefore not in the file: pass them again.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"path={str(folder)!r} is not a folder; expected one written by posterior.save()")
+    content = storage.read_json(folder / "posterior.json")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
+            f"this is plausible {__version__}, which reads format {FORMAT}"
+        )
+    if content.get("kind") not in kinds or content.get("kind") == "mixture":
+        from plausible import methods
+        from plausible.posteriors import chains as posterior  # noqa: F401  that of chains
+
+        methods.load()  # they bring the kinds of their posteriors
+    if content.get("kind") not in kinds:
+        raise ValueError(
+            f"{str(folder)!r} holds a posterior of unknown kind {content.get('kind')!r}; it needs a newer plausible"
+        )
+    private = private_copy(network)
+    own = None if prior is None else as_prior(prior)
+    try:
+        _refuse_mismatch(private, content)
+        if content["output"] is not None and output is None:
+            raise ValueError(
+                f"this posterior was fitted with output={content['output']}, which is code and not in the file: "
+                "pass output= again"
+            )
+        return _read(folder, content, private, output, likelihood, own)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(
+    folder: Path,
+    content: Mapping[str, Any],
+    network: nn.Module,
+    output: Callable[[Any], Tensor] | None,
+    likelihood: Likelihood | None,
+    prior: Prior | None,
+) -> Posterior:
+    """The posterior that the JSON and the tensors of a folder describe, in a private copy of the network."""
+    device = next(network.parameters()).device
+    fixed = storage.read_tensors(folder / "fixed.safetensors", content["fixed_sha256"])
+    holders = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
+    for name, value in fixed.items():
+        holders[name].data = value.to(device)
+    dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
+    initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
+    output_shape = tuple(content["output_shape"])
+    if not all(isinstance(size, int) for size in output_shape):
+        raise TypeError(f"output_shape {content['output_shape']!r}")
+    chosen = _decoded(content["likelihood"], likelihood, "likelihood", Likelihood)
+    noise = chosen.initial_weights(output_shape, dtype=torch.float32, device=device)
+    stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
+    if {name: list(value.shape) for name, value in noise.items()} != stored:
+        raise ValueError(
+            f"likelihood={chosen!r} does not fit the saved posterior: its weights are {sorted(noise)}, saved were "
+            f"{sorted(stored)}"
+        )
+    model = Model(
+        network,
+        chosen,
+        _decoded(content["prior"], prior, "prior", Prior),
+        num_data=int(content["num_data"]),
+        initial=initial,
+        random=tuple(content["random"]),
+        buffers={name: holders[name].detach().to(dtypes[name], copy=True) for name in content["buffers"]},
+        output=output,
+        output_shape=output_shape,
+        target_ndim=int(content["target_ndim"]),
+        temperature=float(content["temperature"]),
+        precision=None if content["precision"] is None else DTYPES[content["precision"]],
+    )
+    posterior = read_kind(folder, content, _method(content["method"]), model)
+    if content["log_evidence"] is not None:
+        posterior.log_evidence = float(content["log_evidence"])
+    return posterior
+
+
+def write_kind(posterior: Posterior, folder: Path) -> dict[str, Any]:
+    """Write what a kind of posterior consists of, and the masks of a pruned one; returns what the JSON says."""
+    content = posterior._write(folder)
+    if posterior._masks:
+        content["masks_sha256"] = storage.write_tensors(folder / "masks.safetensors", posterior._masks)
+    return content
+
+
+def read_kind(folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> Posterior:
+    """The inverse of `write_kind`."""
+    posterior = kinds[content["kind"]]._read(folder, content, method, model)
+    if "masks_sha256" in content:
+        path = folder / "masks.safetensors"
+        masks = storage.read_tensors(path, content["masks_sha256"])
+        for name, mask in masks.items():
+            shape = model.initial[name].shape
+            if mask.dtype != torch.bool or mask.shape[mask.ndim - len(shape) :] != shape:
+                raise ValueError(f"{path} is damaged: the mask of {name!r} does not fit the weight")
+        posterior._masks = {name: mask.to(posterior.device) for name, mask in masks.items()}
+    return posterior
+
+
+def _has_opaque(stored: Any) -> bool:
+    """Whether somewhere inside stands the place of an object that could not be stored."""
+    if isinstance(stored, Mapping):
+        return "opaque" in stored or any(map(_has_opaque, stored.values()))
+    return isinstance(stored, list) and any(map(_has_opaque, stored))
+
+
+def _decoded(stored: Any, given: Any, name: str, expected: type) -> Any:
+    if given is not None:
+        if not isinstance(given, expected):
+            raise ValueError(f"{name} must be one of plausible.{name}s, or your own of that kind, got {given!r}")
+        return given
+    if _has_opaque(stored):
+        who = stored.get("opaque") or f"{stored.get('type')}, which contains code of your own,"
+        what = "another posterior" if who.startswith("Earlier(") else "your own code"
+        raise ValueError(f"the {name} {who} is {what} and not in the file: pass {name}= again")
+    return serialise.decode(stored, expect=expected)
+
+
+def _method(stored: Any) -> Any:
+    """The method and its settings; the name alone where the method, or one inside it, is the user's own code."""
+    if _has_opaque(stored):
+        return serialise.Opaque(str(stored.get("opaque") or stored.get("type")))
+    return serialise.decode(stored)
+
+
+def _require_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
+    for name, shape in expected.items():
+        if name not in found or list(found[name].shape) != list(shape):
+            given = f"shape {tuple(found[name].shape)}" if name in found else "nothing"
+            raise ValueError(f"{where} is damaged: it has {given} for {name!r}, expected shape {tuple(shape)}")
+
+
+def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
+    """Compare names and shapes with the given module and name the first difference."""
+    stored = {
+        n: tuple(s)
+        for part in ("weights", "fixed", "buffers")
+        for n, s in content[part].items()
+        if not n.startswith("likelihood.")
+    }
+    given = {n: tuple(v.shape) for n, v in [*network.named_parameters(), *network.named_buffers()]}
+    for name, shape in stored.items():
+        if name not in given:
+            raise ValueError(f"network does not fit the saved posterior: it has no {name!r} (saved with shape {shape})")
+        if given[name] != shape:
+            raise ValueError(f"network does not fit the saved posterior: {name!r} has shape {given[name]}, saved was {shape}")
+    for name in given:
+        if name not in stored:
+            raise ValueError(f"network does not fit the saved posterior: its {name!r} was not in the network that was fitted")
+
+
+def write_shards(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
+    """Write a store's draws into shard files of bounded size."""
+    writer = DrawWriter(folder)
+    for shard in store.shards():
+        for i in range(len(next(iter(shard.values())))):
+            writer.add(index(shard, i))
+    writer.flush()
+    return writer.files
+
+
+def read_shards(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
+    """Check every shard; small stores are read into memory, large ones stay on disk."""
+    expected = {name: list(value.shape) for name, value in [*model.initial.items(), *model.buffers.items()]}
+    parts: list[Weights] = []
+    total = 0
+    disk = DiskDraws(folder, shards)
+    for part, shard in zip(disk.shards(), shards):
+        _require_shapes(index(part, 0), expected, folder / shard["file"])
+        total += num_bytes(part)
+        parts = [*parts, part] if total <= IN_MEMORY else []
+    if not total:
+        raise ValueError(f"{str(folder)!r} is damaged: it holds no draws")
+    if total > IN_MEMORY:
+        return disk
+    device = next(iter(model.initial.values())).device
+    return MemoryDraws({name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]})
+
+
+def history_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored run with the numbers of its history as numbers again (JSON has no infinity)."""
+    return {**run, "history": {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}}

@@ -1,0 +1,271 @@
+"""What chains say of themselves: their draws by name, a table with a row for each quantity, and the numbers of a whole run."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plausible.blocks.chains import convergence as diagnostics
+from plausible.posteriors.base import DrawsPosterior, Posterior
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = ("mean", "sd", "mcse", "ess_bulk", "ess_tail", "rhat")
+HEADS = {"ess_bulk": "ESS bulk", "ess_tail": "ESS tail", "rhat": "R̂"}
+LEAST = 4
+"""Draws of a chain below which nothing can be said about convergence."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draws by chain
+
+
+def stored(posterior: Any) -> DrawsPosterior:
+    """The posterior, where it keeps draws in the order of its chains."""
+    if not isinstance(posterior, DrawsPosterior):
+        kind = type(posterior).__name__ if isinstance(posterior, Posterior) else f"object of type {type(posterior).__name__}"
+        raise TypeError(f"a {kind} has no chains: it does not keep draws in their order")
+    return posterior
+
+
+def by_chain(posterior: DrawsPosterior, values: Tensor) -> Tensor:
+    """Values of all draws, [draws, …], as [chains, draws per chain, …]: draw r belongs to chain r mod chains."""
+    each = len(posterior) // posterior.chains
+    return values[: each * posterior.chains].unflatten(0, (each, posterior.chains)).transpose(0, 1)
+
+
+def function_chains(posterior: DrawsPosterior, x: Any) -> Tensor:
+    """f(x) of all draws: [chains, draws, inputs, *outputs]."""
+    return by_chain(posterior, posterior.functions(x))
+
+
+def chosen_weights(posterior: DrawsPosterior, names: str | Sequence[str] | None = None) -> dict[str, tuple[int, ...]]:
+    """Random weights whose name matches one of the patterns (`"0.*"`), with the shape of a draw; all by default."""
+    shapes = posterior.store.shapes()
+    patterns = [names] if isinstance(names, str) else list(names) if names is not None else ["*"]
+    found: dict[str, tuple[int, ...]] = {}
+    for pattern in patterns:
+        matching = [name for name in posterior.model.random if name == pattern or fnmatch.fnmatch(name, pattern)]
+        if not matching:
+            raise ValueError(f"names: no random weight matches {pattern!r}; there are {', '.join(posterior.model.random)}")
+        found |= {name: tuple(shapes[name]) for name in matching}
+    return found
+
+
+def weight_chains(
+    posterior: DrawsPosterior, names: str | Sequence[str] | None = None, limit: int | None = None
+) -> tuple[Tensor, list[str]]:
+    """Draws of weights [chains, draws, quantities] and what each is called; evenly spaced ones where there are more than `limit`.
+
+    Read shard by shard, so that memory is that of the quantities that are kept.
+    """
+    shapes = chosen_weights(posterior, names)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    chosen = diagnostics.spaced(sum(sizes.values()), limit or sum(sizes.values()))
+    places: dict[str, Tensor] = {}
+    start = 0
+    for name, size in sizes.items():
+        own = chosen[(chosen >= start) & (chosen < start + size)] - start
+        if len(own):
+            places[name] = own
+        start += size
+    pieces = [
+        torch.cat([draws[name].reshape(len(draws[name]), -1)[:, own.to(draws[name].device)] for name, own in places.items()], 1)
+        for draws in posterior.store.shards()
+    ]
+    words = [label for name, own in places.items() for label in _indexed(name, shapes[name], own.tolist())]
+    return by_chain(posterior, torch.cat(pieces)), words
+
+
+def quantities(
+    posterior: DrawsPosterior, x: Any = None, names: str | Sequence[str] | None = None, limit: int | None = None
+) -> tuple[Tensor, list[str]]:
+    """Function values at `x`, or weights, as [chains, draws, quantities], and what each is called."""
+    if x is None:
+        return weight_chains(posterior, names, limit)
+    if names is not None:
+        raise ValueError("give x, to look at functions, or names, to look at weights, and not both")
+    values = function_chains(posterior, x)
+    words = [
+        f"f(x{i})" + (f"[{','.join(map(str, place))}]" if math.prod(values.shape[3:]) > 1 else "")
+        for i in range(values.shape[2])
+        for place in product(*map(range, values.shape[3:]))
+    ]
+    return values.flatten(2), words
+
+
+def _indexed(name: str, shape: tuple[int, ...], places: Sequence[int]) -> list[str]:
+    """`0.weight[3,2]` for each place of a flattened weight."""
+    if not shape:
+        return [name] * len(places)
+    rows = torch.stack(torch.unravel_index(torch.as_tensor(places), shape), -1).tolist()
+    return [f"{name}[{','.join(map(str, row))}]" for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A row for each quantity
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """Quantities of chains: `names`, and `columns` of mean, sd, mcse, ess_bulk, ess_tail and rhat, [quantities] each in float64.
+
+    `print` shows it, `table["rhat"]` is a column, `table.worst(10)` the ten rows that have converged least. NaN: not defined, for
+    a quantity that never moves.
+    """
+
+    names: tuple[str, ...]
+    columns: Mapping[str, Tensor]
+    chains: int
+    draws: int
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self.columns[column]
+
+    def row(self, name: str) -> dict[str, float]:
+        """The numbers of one quantity."""
+        if name not in self.names:
+            raise KeyError(f"{name!r} is not in the table, which has {', '.join(self.names[:8])}, …")
+        place = self.names.index(name)
+        return {column: float(values[place]) for column, values in self.columns.items()}
+
+    def worst(self, count: int = 10) -> SummaryTable:
+        """The rows with the largest R̂, those with the fewest effective draws first among equals."""
+        size = torch.minimum(self["ess_bulk"], self["ess_tail"]).nan_to_num(torch.inf)
+        order = sorted(range(len(self)), key=lambda i: (-self._rhat(i), float(size[i])))[:count]
+        chosen = {name: values[order] for name, values in self.columns.items()}
+        return SummaryTable(tuple(self.names[i] for i in order), chosen, self.chains, self.draws)
+
+    def _rhat(self, place: int) -> float:
+        value = float(self["rhat"][place])
+        return -math.inf if math.isnan(value) else round(value, 3)
+
+    def _cells(self) -> list[list[str]]:
+        rows = zip(self.names, *(self.columns[name].tolist() for name in COLUMNS))
+        return [[name, *(_cell(column, value) for column, value in zip(COLUMNS, values))] for name, *values in rows]
+
+    def __str__(self) -> str:
+        lines = [["", *(HEADS.get(name, name) for name in COLUMNS)], *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        shown = [
+            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
+            for line in lines
+        ]
+        return "\n".join([f"{self.chains} chains of {self.draws:,} draws", *shown])
+
+    def __rich__(self) -> Table:
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, title=f"{self.chains} chains of {self.draws:,} draws", title_justify="left")
+        table.add_column("quantity")
+        for name in COLUMNS:
+            table.add_column(HEADS.get(name, name), justify="right")
+        for row in self._cells():
+            table.add_row(*row)
+        return table
+
+    def to_markdown(self) -> str:
+        """The table in Markdown."""
+        heads = ["quantity", *(HEADS.get(name, name) for name in COLUMNS)]
+        lines = [heads, ["---", *["---:"] * len(COLUMNS)], *self._cells()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each quantity; needs pandas."""
+        import pandas
+
+        frame = pandas.DataFrame({name: values.numpy() for name, values in self.columns.items()})
+        return frame.set_index(pandas.Index(self.names, name="quantity"))
+
+
+def _cell(column: str, value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    if column == "rhat":
+        return f"{value:.3f}"
+    return f"{value:,.0f}" if column.startswith("ess") else f"{value:.4g}".replace("-", "−")
+
+
+def tabulate(posterior: Any, x: Any = None, names: str | Sequence[str] | None = None) -> SummaryTable:
+    """The table behind `plausible.diagnostics.summary_table`."""
+    values, words = quantities(stored(posterior), x, names)
+    return SummaryTable(tuple(words), diagnostics.summary(values), values.shape[0], values.shape[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole run
+
+
+def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:
+    """`draws`, `chains`, and where chains are long enough the worst R̂, effective sizes and standard error; see `summarise`."""
+    found: dict[str, Any] = {"draws": len(posterior), "chains": posterior.chains, "divergences": 0}
+    if len(posterior) // posterior.chains < LEAST:
+        return found
+    values, _ = quantities(posterior, x, limit=None if x is not None else diagnostics.LIMIT)
+    return found | diagnostics.summarise(values)
+
+
+def transitions(posterior: Any) -> dict[str, Any]:
+    """What the transitions of chains say, averaged or the worst; only what their kernel knows.
+
+    `transitions` behind the draws and `divergences` among them (counts), `acceptance` (`acceptance_least`: of the chain with the
+    least) with `target_acceptance`, `step_size`, `leapfrogs` (gradients a transition), `saturated` (the share of NUTS trees that
+    grew to `max_depth`, of kept ones), `ebfmi` (the smallest over chains, for kernels with momenta).
+    """
+    known: Mapping[str, Tensor] = posterior.statistics
+    thin = getattr(posterior.method, "thin", 1)
+    found: dict[str, Any] = {
+        "transitions": len(posterior) * thin,
+        "divergences": int(known["divergent"].sum()) if "divergent" in known else 0,
+    }
+    for name, each in (("acceptance", 1), ("step_size", 1), ("leapfrogs", thin)):
+        if name in known:
+            found[name] = float(known[name].mean()) / each
+    if "acceptance" in known:
+        found["acceptance_least"] = float(known["acceptance"].mean(1).min())
+    for setting in ("target_acceptance", "max_depth"):
+        if isinstance(value := getattr(posterior.method, setting, None), int | float):
+            found[setting] = value
+    if "depth" in known and "max_depth" in found:
+        found["saturated"] = float((known["depth"] >= found["max_depth"]).double().mean())
+    if has_momenta(posterior, known):
+        smallest = diagnostics.ebfmi(known["energy"], known.get("energy_change")).nan_to_num(torch.inf).min()
+        found["ebfmi"] = float(smallest)
+    return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def has_momenta(posterior: Any, known: Mapping[str, Tensor]) -> bool:
+    """Whether energies have a kinetic part, of mean and variance P/2; log joints and errors of steps have no E-BFMI."""
+    if not {"energy", "log_likelihood", "log_prior"} <= set(known) or known["energy"].shape[1] < LEAST:
+        return False
+    if "acceptance" in known and bool((known["acceptance"] == 1).all()):
+        return False  # nothing is ever refused: momenta are not drawn afresh, as by microcanonical steps
+    kinetic = float((known["energy"] + known["log_likelihood"] + known["log_prior"]).mean())
+    weights = sum(posterior.model.initial[name].numel() for name in posterior.model.random)
+    return math.isfinite(kinetic) and min(kinetic, float(known["energy"].var())) > weights / 8
+
+
+def report(posterior: Any, x: Any = None) -> dict[str, Any]:
+    """All about a run of chains: `convergence` of f(x) or of the weights, `transitions`, seconds, effective draws a second."""
+    found = convergence(posterior, x) | transitions(posterior)
+    seconds = posterior.run.get("seconds")
+    if seconds:
+        found["seconds"] = float(seconds)
+        if "ess_bulk" in found and math.isfinite(found["ess_bulk"]):
+            found["ess_per_second"] = found["ess_bulk"] / float(seconds)
+    return found
+
+
+__all__ = ["SummaryTable", "by_chain", "convergence", "function_chains", "quantities", "report", "tabulate", "transitions"]
