@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.optimisers import SGD, AdamW, Optimiser
-from plausible.core.stacking import leading, stacked_call, transformed, vmapped
+from plausible.core.transforms import leading, stacked_call, transformed, value_and_gradient, vmapped
 
 MEMBERS = 3
 

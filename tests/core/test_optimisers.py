@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plausible.core.optimisers import SGD, AdamW, Optimiser, as_optimiser
 from plausible.core.serialise import decode, encode
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed
 
 STEPS = 7
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "scale": ()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plausible.core.data import Batch, Data
-from plausible.core.differentiation import value_and_gradient
+from plausible.core.transforms import value_and_gradient
 
 if TYPE_CHECKING:
     from plausible.core.model import Model

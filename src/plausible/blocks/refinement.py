@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from plausible.core.data import Batch
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, index, num_elements, stack
 
 Slope = Callable[[Weights], tuple[Tensor, Weights, Weights]]

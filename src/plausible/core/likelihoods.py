@@ -20,7 +20,7 @@ from torch import Tensor, distributions
 
 from plausible.core import distributions as own
 from plausible.core.serialise import register
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed
 
 LOG_SCALE = "likelihood.log_scale"
 LOG_DISPERSION = "likelihood.log_dispersion"

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from plausible.blocks.adversarial import with_neighbours
 from plausible.core import weights as tree
 from plausible.core.data import Batch, as_inputs, num_rows, take
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
     OutputError,
@@ -41,7 +40,7 @@ from plausible.core.networks import (
     without_cudnn,
 )
 from plausible.core.priors import Prior
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights
 
 log = logging.getLogger("plausible")

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plausible.core.compiling import hold
 from plausible.core.serialise import check_number, register
-from plausible.core.stacking import stacked_call, transformed, vmapped
+from plausible.core.transforms import hold, stacked_call, transformed, vmapped
 from plausible.core.weights import tensors
 
 __all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plausible.core.compiling import hold
 from plausible.core.serialise import check_count, check_number, register
+from plausible.core.transforms import hold
 
 __all__ = ["Constant", "Cosine", "Cyclical", "Exponential", "Linear", "Polynomial", "Schedule", "Steps", "as_schedule"]
 

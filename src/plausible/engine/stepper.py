@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,6 +13,7 @@ from torch import Tensor
 from plausible.core import random
 from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
+from plausible.core.transforms import compiled as compiled_function
 from plausible.core.weights import clone, copy_into
 from plausible.engine.policy import Mode, has_compiler
 from plausible.engine.source import Source
@@ -64,7 +63,7 @@ class Compiled:
             copy_into(state, new)
             return info
 
-        self.call = _compiled(whole, resident=isinstance(source.data, ArrayData))
+        self.call = compiled_function(whole, resident=isinstance(source.data, ArrayData))
 
     def advance(self, first: int, count: int, after: Callable[[int], bool]) -> list[Info]:
         """Run the steps; the gather is part of the graph where the data are resident."""
@@ -112,7 +111,7 @@ class Captured:
                 entries[name].index_copy_(0, where, value.unsqueeze(0))
             cursor.add_(1)
 
-        body = _compiled(whole, resident=True) if compiled else whole
+        body = compiled_function(whole, resident=True) if compiled else whole
         snapshot = clone(state)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -138,22 +137,6 @@ class Captured:
         after(first + count)
         logged = {name: value[:count].to("cpu", copy=True) for name, value in self.log.items()}
         return [{name: value[i] for name, value in logged.items()} for i in range(count)]
-
-
-_serial = itertools.count()
-
-
-def _compiled(function: Callable[..., Any], *, resident: bool) -> Callable[..., Any]:
-    """`torch.compile` of a whole step, without guards where every call has the same shapes and objects.
-
-    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each gets a
-    code object of its own, and with it a cache of its own.
-    """
-    own = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_serial)}")
-    fresh = types.FunctionType(own, function.__globals__, own.co_name, function.__defaults__, function.__closure__)
-    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None) if resident else None
-    options: dict[str, Any] = {} if skip is None else {"guard_filter_fn": skip}
-    return torch.compile(fresh, fullgraph=True, dynamic=False, options=options)
 
 
 def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tuple[Stepper, Mode]:

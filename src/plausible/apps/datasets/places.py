@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,16 +25,10 @@ def data_folder() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `PLAUSIBLE_CACHE`, or the user's cache folder of the platform; laid out as the data folder."""
-    if name := os.environ.get("PLAUSIBLE_CACHE", ""):
-        return Path(name).expanduser() / "data"
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "plausible" / "data"
+    """Where downloads are kept, laid out as the data folder."""
+    from plausible.core import storage  # PyTorch comes with it, which no list of names needs
+
+    return storage.cache_folder() / "data"
 
 
 def offline() -> bool:

@@ -15,8 +15,8 @@ from plausible.core import random
 from plausible.core.data import Batch, Data
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.stacking import closed_over
 from plausible.core.storage import MemoryDraws
+from plausible.core.transforms import closed_over
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
 from plausible.engine.method import Method, Plan
 from plausible.posteriors.base import MixturePosterior, Posterior

@@ -16,8 +16,8 @@ from torch import Tensor
 from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, gaussian
 from plausible.core import weights as tree
 from plausible.core.data import ArrayData
+from plausible.core.transforms import compiled
 from plausible.core.weights import Weights
-from plausible.engine.stepper import _compiled
 
 log = logging.getLogger("plausible")
 BLOCK = 8
@@ -94,7 +94,7 @@ class CompiledTarget(ModelTarget):
                     return q, p, tuple(torch.stack(part, dim=1) for part in zip(*path))
                 return q, p, tuple(path[-1])
 
-            self.programs[count, keep, parts] = _compiled(block, resident=True)
+            self.programs[count, keep, parts] = compiled(block, resident=True)
         return self.programs[count, keep, parts]
 
     def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
@@ -157,7 +157,7 @@ class CapturedTarget(CompiledTarget):
                 for name, value in (("position", q), ("momentum", p), *found._asdict().items()):
                     b[name].copy_(value)
 
-            self.programs[parts] = (self._capture(_compiled(body, resident=True) if self.inner else body, buffers), buffers)
+            self.programs[parts] = (self._capture(compiled(body, resident=True) if self.inner else body, buffers), buffers)
         return self.programs[parts]
 
     def _capture(self, run: Callable[[dict[str, Tensor]], None], buffers: dict[str, Tensor]) -> Any:

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from plausible.blocks.curvature.output_fisher import Dense, Elementwise, OutputFisher, Softmax
 from plausible.core import likelihoods
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.likelihoods import Likelihood
+from plausible.core.transforms import value_and_gradient
 
 Noise = Mapping[str, Tensor] | None
 

@@ -24,12 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plausible.blocks.curvature import losses
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data, num_rows, select_rows
-from plausible.core.differentiation import value_and_gradient
+from plausible.core.data import Batch, Data, accumulate, num_rows, select_rows
 from plausible.core.memory import available
 from plausible.core.model import Model
+from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
-from plausible.engine.accumulate import accumulate
 
 log = logging.getLogger("plausible")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from plausible.blocks.curvature.layers import Layer, Part
 from plausible.core.data import Batch
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
+from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
 
 

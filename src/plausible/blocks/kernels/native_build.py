@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from plausible.core.storage import beside
+from plausible.core.storage import beside, cache_folder
 
 log = logging.getLogger("plausible")
 
@@ -70,13 +70,6 @@ def _processor() -> str:
     return "\n".join([platform.system(), platform.machine(), *sorted(own)])
 
 
-def _folder() -> Path:
-    """Where compiled code is kept: `native` in the cache folder of the library."""
-    from plausible.apps.datasets.places import cache_folder
-
-    return cache_folder().parent / "native"
-
-
 def load(program: str) -> ctypes.CDLL:
     """The program as loaded code, compiled unless it lies in the cache; a file that cannot be loaded is made anew."""
     if (compiler := _compiler()) is None:
@@ -84,7 +77,7 @@ def load(program: str) -> ctypes.CDLL:
     command, version = compiler
     parts = (program, *command, version, *FLAGS, *map(str, TUNED), _processor())
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-    return _loaded(_writable(_folder()) / f"{digest}.so", program, command)
+    return _loaded(_writable(cache_folder() / "native") / f"{digest}.so", program, command)
 
 
 @functools.cache

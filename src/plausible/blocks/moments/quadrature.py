@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed
 
 NODES, WIDTH = 37, 5.76
 """Nodes of the trapezoidal rule, from −WIDTH to WIDTH."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plausible.core.priors.base import Prior, total
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed
 
 LOG_2PI = math.log(2 * math.pi)
 

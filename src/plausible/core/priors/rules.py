@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plausible.core.priors.base import Rule, total
 from plausible.core.serialise import check_number, register
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed
 
 LOG_2PI = math.log(2 * math.pi)
 EULER_GAMMA = 0.5772156649015329

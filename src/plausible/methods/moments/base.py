@@ -14,11 +14,11 @@ from plausible.blocks.moments.networks import Layer, check, model_network, propa
 from plausible.blocks.moments.quadrature import NODES, prime
 from plausible.blocks.variational import entropy, expected_log_prior
 from plausible.core.data import num_rows
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
 from plausible.core.optimisers import Optimiser
 from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_number
+from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Method, Plan, check_training, plan_epochs
 

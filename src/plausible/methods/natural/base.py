@@ -21,12 +21,12 @@ from plausible.blocks.natural_gradients import (
 )
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy, expected_log_prior
-from plausible.core.compiling import hold
 from plausible.core.data import Batch, num_rows, select_rows
 from plausible.core.model import Joint, Model
 from plausible.core.optimisers import AdamW
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
+from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.posteriors.gaussian import GaussianPosterior

@@ -15,11 +15,10 @@ from plausible.blocks.natural_gradients import Positive, Quadratic, blend, price
 from plausible.blocks.stochastic import Noise
 from plausible.core import random
 from plausible.core.data import Batch, num_rows, select_rows
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, num_elements, select, tree_map
 from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from plausible.core import random
-from plausible.core.compiling import hold
 from plausible.core.model import Model
 from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import register
+from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.posteriors.base import DrawsPosterior, Posterior

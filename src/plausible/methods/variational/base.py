@@ -12,11 +12,11 @@ from plausible.blocks.families import Family
 from plausible.blocks.variational import kl_weight
 from plausible.core import random
 from plausible.core.data import num_rows
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
+from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.posteriors.family import FamilyPosterior

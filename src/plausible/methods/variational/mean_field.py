@@ -14,11 +14,11 @@ from torch import Tensor
 from plausible.blocks.stochastic import Noise, gaussians, log_density, survey
 from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, kl_weight
 from plausible.core.data import num_rows
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number, register
+from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.posteriors.gaussian import GaussianPosterior

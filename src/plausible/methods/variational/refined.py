@@ -12,12 +12,11 @@ from torch import Tensor
 from plausible.blocks.refinement import log_initial, refine, slope_in_training
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy
-from plausible.core.differentiation import value_and_gradient
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number, register
-from plausible.core.stacking import transformed
+from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
 from plausible.posteriors.refined import RefinedPosterior
