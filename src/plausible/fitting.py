@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from plausible import engine
-from plausible.core import random, serialise
-from plausible.core.data import ArrayData, Batch, Data, as_data, select_rows
-from plausible.core.likelihoods import Likelihood, infer
+from plausible.core import random
+from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
-from plausible.core.networks import Where, check_network
-from plausible.core.priors import Prior, as_prior
-from plausible.engine import Checkpoint, DivergenceError, Options, ranks
+from plausible.core.networks import Where
+from plausible.core.priors import Prior
+from plausible.core.weights import Weights
+from plausible.engine import Checkpoint, Options, ranks
+from plausible.engine.inputs import as_checkpoint, choose_device, digest, identity, prepare
 from plausible.engine.method import Method
 from plausible.methods import create
-from plausible.posteriors.base import Posterior
+from plausible.posteriors.base import DrawsPosterior, Posterior
 from plausible.posteriors.saving import load
 
 log = logging.getLogger("plausible")
@@ -92,48 +91,40 @@ def fit(
         module = network.network if isinstance(network, Model) else network
         target = choose_device(module, team.device(device, module))
         with torch.inference_mode(False), random.isolated(team.seed(seed), target):
-            model, prepared = _prepare(
+            model, prepared = prepare(
                 network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
             )
+            starts = None
             if init is not None:
-                model = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
+                model, starts = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
             if team.size > 1:
-                model = team.agree(model, _identity(method, model, prepared, seed))
+                model, starts = team.agree(model, starts, identity(method, model, prepared, seed))
             options = Options(
                 seed=seed,
                 compile=compile,
                 progress=progress,
                 callbacks=tuple(callbacks),
-                checkpoint=_as_checkpoint(checkpoint),
+                checkpoint=as_checkpoint(checkpoint),
+                identity=identity(method, model, prepared, seed, precision, starts) if checkpoint is not None else {},
+                starts=starts,
                 team=team,
-                identity=_identity(method, model, prepared, seed, precision) if checkpoint is not None else {},
             )
-            try:
-                if precision == "tf32" and target.type != "cuda":
-                    log.info("precision='tf32' has no effect on %s", target.type)
-                with tensor_float(precision == "tf32" and target.type == "cuda"):
-                    fitted = engine.run(method, model, prepared, options)
-            except DivergenceError as error:
-                if error.fitted is not None:
-                    error.posterior = team.part(method).posterior(model, error.fitted)
-                raise
-    if fitted.interrupted:
-        if fitted.draws is None and method.keeps_draws:
-            raise KeyboardInterrupt(
-                "stopped before the first draw was kept"
-                + (f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else "")
-            )
-        posterior = method.posterior(model, fitted)
-        if team.rank:  # the first one says it
-            return posterior
+            if precision == "tf32" and target.type != "cuda":
+                log.info("precision='tf32' has no effect on %s", target.type)
+            with tensor_float(precision == "tf32" and target.type == "cuda"):
+                model, run, fitted = engine.run(method, model, prepared, options)
+            resume = f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else ""
+            if fitted.interrupted and fitted.draws is None and method.traits.keeps_draws:
+                raise KeyboardInterrupt(f"stopped before the first draw was kept{resume}")
+            posterior = method.posterior(model, run, fitted)
+    if fitted.interrupted and not team.rank:  # the first one says it
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
             + ("; call fit again with the same checkpoint to go on" if checkpoint is not None else ""),
             UserWarning,
             stacklevel=2,
         )
-        return posterior
-    return method.posterior(model, fitted)
+    return posterior
 
 
 def _as_seed(seed: Any) -> int:
@@ -144,110 +135,6 @@ def _as_seed(seed: Any) -> int:
     if isinstance(seed, bool) or number < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     return number
-
-
-def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
-    """None: where the network is; "auto": the best there is; anything else is checked."""
-    check_network(network)
-    if device is None:
-        first = next(iter(network.parameters()), None)
-        return torch.device("cpu") if first is None else first.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
-        )
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
-    if chosen.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
-    return chosen
-
-
-def _prepare(
-    network: nn.Module | Model,
-    data: Any,
-    likelihood: Likelihood | None,
-    prior: Prior | Mapping[str, Prior] | None,
-    where: Where,
-    output: Callable[[Any], Tensor] | None,
-    device: torch.device,
-    num_data: int | None,
-    mask: Any,
-    precision: str | None,
-    method: Method,
-) -> tuple[Model, Data]:
-    """Check everything that can be checked before the work starts."""
-    module = network.network if isinstance(network, Model) else network
-    first = next((p for p in module.parameters() if p.is_floating_point()), None)
-    dtype = torch.float32 if first is None else first.dtype
-    if likelihood is not None and not isinstance(likelihood, Likelihood):
-        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
-        raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
-    prepared = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
-    example = _example(prepared)
-    if isinstance(network, Model):
-        if any(v is not None for v in (likelihood, prior, where, output, precision)):
-            raise ValueError("a Model brings its own likelihood, prior, where, output and precision: leave those arguments out")
-        model = network.to(device)
-        if model.num_data != prepared.num_data:
-            raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
-        with torch.no_grad():
-            model.check_inputs(example.x)
-    else:
-        if likelihood is None:
-            likelihood = infer(example.y)
-            log.info(
-                "likelihood: %s, inferred from targets of type %s", likelihood, str(example.y.dtype).removeprefix("torch.")
-            )
-        if prior is None:
-            log.info("prior: Gaussian(scale=1.0) on every weight, the default")
-        model = Model.build(
-            network,
-            likelihood,
-            as_prior(prior),
-            example,
-            num_data=prepared.num_data,
-            where=where,
-            output=output,
-            device=device,
-            precision=_as_precision(precision, method),
-            check_targets=not isinstance(prepared, ArrayData),
-        )
-    if isinstance(prepared, ArrayData):
-        batch = prepared.batch
-        shape = torch.Size((prepared.num_data, *model.output_shape))
-        targets = model.likelihood.check(shape, batch.y, mask=batch.mask)
-        return model, ArrayData(batch._replace(y=targets), prepared.num_data)
-    check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)  # noqa: E731
-    return model, replace(prepared, check=check)
-
-
-def _example(data: Data, rows: int = 8) -> Batch:
-    """A few examples to learn the shapes from."""
-    if isinstance(data, ArrayData):
-        return select_rows(data.batch, slice(rows))
-    first = next(iter(data.chunks(rows)), None)
-    if first is None:
-        raise ValueError("data is empty: the loader gave no batch")
-    return select_rows(first, slice(rows))
-
-
-def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
-    if precision in (None, "float32"):
-        return None
-    if precision not in ("bfloat16", "tf32"):
-        raise ValueError(f"precision must be None, 'float32', 'tf32' or 'bfloat16', got {precision!r}")
-    if not method.traits.mixed_precision:
-        raise ValueError(f"{type(method).__name__} needs full precision: its energies or solves would be wrong in {precision}")
-    return torch.bfloat16 if precision == "bfloat16" else None
 
 
 @contextlib.contextmanager
@@ -264,24 +151,14 @@ def tensor_float(wanted: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _as_checkpoint(checkpoint: str | Path | Checkpoint | None) -> Checkpoint | None:
-    if checkpoint is None or isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    if not isinstance(checkpoint, (str, Path)):
-        raise TypeError(f"checkpoint must be a folder or a Checkpoint, got {type(checkpoint).__name__}")
-    return Checkpoint(checkpoint)
-
-
-def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
-    """The model at the last draw of an earlier posterior; the members of an ensemble start at draws of their own.
+def continuing(model: Model, earlier: Posterior, members: int = 1) -> tuple[Model, Weights]:
+    """The model at the last draw of an earlier posterior, and starting points: members of an ensemble start at draws of their own.
 
     Those are the last states of the earlier chains or members, or, of a single chain, draws spread evenly over it. A posterior that
     is a law over the weights starts one run at its means, and several at draws.
     """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
-    from plausible.posteriors.base import DrawsPosterior
-
     if isinstance(earlier, DrawsPosterior):
         total = len(earlier.store)
         if earlier.chains > 1:
@@ -296,9 +173,9 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
         if name not in draws:
             draws = {**draws, name: model.initial[name].expand(count, *model.initial[name].shape)}
     for name, value in model.initial.items():
-        found = "is missing there" if name not in draws else f"has shape {tuple(draws[name].shape[1:])} there"
+        problem = "is missing there" if name not in draws else f"has shape {tuple(draws[name].shape[1:])} there"
         if name not in draws or draws[name].shape[1:] != value.shape:
-            raise ValueError(f"init does not fit this network: {name!r} {found}, expected shape {tuple(value.shape)}")
+            raise ValueError(f"init does not fit this network: {name!r} {problem}, expected shape {tuple(value.shape)}")
     for name in draws:
         if name in model.initial or name in model.buffers or name.startswith("likelihood."):
             continue
@@ -308,7 +185,7 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
         )
     fitting = {**model.initial, **model.buffers}
     draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}
-    return model.starting_at({name: value[-1] for name, value in draws.items()}, draws)
+    return model.starting_at({name: value[-1] for name, value in draws.items()}), draws
 
 
 def continue_chains(
@@ -323,16 +200,16 @@ def continue_chains(
     prepared = (
         earlier.data
         if data is None
-        else _prepare(model, data, None, None, None, None, earlier.device, None, mask, None, method)[1]
+        else prepare(model, data, None, None, None, None, earlier.device, None, mask, None, method)[1]
     )
     before = earlier.run.get("data")
     if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (None, prepared.fingerprint()):
         raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
     seed = random.key(earlier.seed, 13, int(earlier.run.get("steps", 0)))[1].item()
-    identity = {
-        **_identity(earlier.method, model, prepared, earlier.seed),
+    known = {
+        **identity(earlier.method, model, prepared, earlier.seed),
         "more": method.more,
-        "state": _digest({str(i): leaf for i, leaf in enumerate(method.state)}),
+        "state": digest({str(i): leaf for i, leaf in enumerate(method.state)}),
     }
     with torch.inference_mode(False), random.isolated(int(seed), earlier.device):
         options = Options(
@@ -340,44 +217,12 @@ def continue_chains(
             compile=earlier.run.get("compile", "auto"),
             progress=progress,
             callbacks=tuple(callbacks),
-            checkpoint=_as_checkpoint(checkpoint),
-            identity=identity,
+            checkpoint=as_checkpoint(checkpoint),
+            identity=known,
         )
-        fitted = engine.run(method, model, prepared, options)
+        model, run, fitted = engine.run(method, model, prepared, options)
     if fitted.draws is None:
         raise KeyboardInterrupt("stopped before the first new draw was kept")
     if fitted.interrupted:
         warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=3)
-    return method.posterior(model, fitted)
-
-
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    """A hash of named tensors."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in weights.items():
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _identity(method: Method, model: Model, data: Data, seed: int, precision: str | None = None) -> dict[str, Any]:
-    """What must agree for a checkpoint to be this run's."""
-    everything = (*model.network.named_parameters(), *model.network.named_buffers())
-    fixed = {name: value for name, value in everything if name not in model.initial and name not in model.buffers}
-    return {
-        "method": serialise.encode(method, strict=False),
-        "likelihood": serialise.encode(model.likelihood, strict=False),
-        "prior": serialise.encode(model.prior, strict=False),
-        "weights": {name: list(value.shape) for name, value in model.initial.items()},
-        "random": list(model.random),
-        "network": repr(model.network),
-        "output": model.output is not None,
-        "init": None if model.initial_draws is None else _digest(model.initial_draws),
-        "fixed": _digest(fixed),
-        "temperature": model.temperature,
-        "precision": "tf32" if precision == "tf32" else None if model.precision is None else "bfloat16",
-        "seed": seed,
-        "num_data": data.num_data,
-        "data": data.fingerprint(),
-        "device": next(iter(model.initial.values())).device.type,
-    }
+    return method.posterior(model, run, fitted)

@@ -9,13 +9,15 @@ acceptance. Each assignment is a shear, so the map (w, r) ↦ (w', r') keeps vol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plausible.core.data import Batch
+from plausible.core import random
+from plausible.core import weights as tree
+from plausible.core.data import ArrayData, Batch, Data, StreamData
 from plausible.core.model import Model
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, index, num_elements, stack
@@ -147,3 +149,106 @@ def _over_draws(function: Any, weights: Weights, axes: list[Any], batch: Sequenc
                 for s in range(count)
             ]
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draws
+
+ROWS = 2**15
+"""Draws × examples that are evaluated at once."""
+
+
+class Guess(NamedTuple):
+    """q₀ = Π N(means, scales²) by name, and the sampler: step size ε in units of the scales, refinements, leapfrog steps."""
+
+    means: Weights
+    scales: Weights
+    step_size: float
+    refinements: int
+    leapfrog: int
+
+
+class Slopes:
+    """Slopes for the draws of one group: on all data, or for each draw on a batch of its own.
+
+    A loader's batches follow each other; `taken` says how many were, so that a later group can be asked for anew.
+    """
+
+    def __init__(self, model: Model, fixed: Weights, data: Data, *, whole: bool, size: int | None = None):
+        self.model, self.fixed, self.data, self.whole, self.size = model, fixed, data, whole, size
+        self._stream: Iterator[Batch] = iter(())
+        self.taken = 0
+
+    def group(self, draws: int, elements: int) -> int:
+        """How many draws to refine at once: one where a loader cuts the batches."""
+        if not self.whole and isinstance(self.data, StreamData):
+            return 1
+        rows = 1 if self.whole or self.size is None else self.size
+        return max(1, min(draws, 2**26 // max(1, elements), ROWS // rows))
+
+    def __call__(self, count: int, stream: torch.Generator) -> Slope:
+        if self.whole:
+            size = max(64, ROWS // count)
+            return slope_of_draws(self.model, self.fixed, lambda: self.data.chunks(size))
+        if isinstance(self.data, ArrayData):
+            rows = torch.randint(self.data.num_data, (count, self.size or 1), generator=stream)
+            batch = self.data.rows(rows.to(self.data.batch.y.device))
+        else:
+            batch = tree.tree_map(lambda part: part.unsqueeze(0), self._next())
+        return slope_of_draws(self.model, self.fixed, lambda: [batch], own=True)
+
+    def _next(self) -> Batch:
+        assert isinstance(self.data, StreamData)
+        batch = next(self._stream, None)
+        if batch is None:
+            self._stream = self.data.passes()
+            batch = next(self._stream)
+        self.taken += 1
+        return batch
+
+    def wind(self, taken: int) -> None:
+        """To where so many batches of a loader were taken."""
+        if self.whole or isinstance(self.data, ArrayData) or self.taken == taken:
+            return
+        self._stream, self.taken = iter(()), 0
+        while self.taken < taken:
+            self._next()
+
+
+@torch.no_grad()
+def refined_group(
+    guess: Guess, slopes: Slopes, count: int, seed: int, number: int = 0, further: int = 0
+) -> tuple[Weights, Tensor]:
+    """`count` refined draws, stacked, and the log W of each, in float64: a function of the seed and the number of the group.
+
+    `further` refinements follow those of the bound: Metropolis-adjusted on all data, as they are on batches.
+    """
+    first = next(iter(guess.means.values()))
+    step_size = torch.full((), guess.step_size, dtype=first.dtype, device=first.device)
+    stream = random.generator(seed, 13, number)
+
+    def normals() -> Weights:
+        return {
+            name: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)
+            for name, mean in guess.means.items()
+        }
+
+    with random.isolated(seed + number, first.device):  # for networks that draw numbers themselves, and for loaders
+        slopes.wind(number * (1 + further))
+        standard = normals()
+        current = {name: mean + guess.scales[name] * standard[name] for name, mean in guess.means.items()}
+        momenta = [normals() for _ in range(guess.refinements)]
+        end = refine(slopes(count, stream), current, guess.scales, momenta, step_size, guess.leapfrog)
+        log_weights = (end.value + end.ratio - log_initial(standard, guess.scales, end.value)).cpu()
+        current, value = end.weights, end.value
+        for _ in range(further):
+            end = refine(slopes(count, stream), current, guess.scales, [normals()], step_size, guess.leapfrog)
+            level = torch.rand(count, generator=stream, dtype=torch.float64).log().to(value.device)
+            accept = level < end.value + end.ratio - value  # min{1, exp(H − H')}: a draw that is not finite stays
+            accept = accept if slopes.whole else torch.ones_like(accept)
+            value = torch.where(accept, end.value, value)
+            current = {
+                name: torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
+                for name, old in current.items()
+            }
+    return current, log_weights.double()

@@ -9,19 +9,18 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plausible.blocks.adversarial import with_neighbours
 from plausible.core import weights as tree
-from plausible.core.data import Batch, as_inputs, num_rows, take
+from plausible.core.data import Batch, as_inputs, num_rows
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
     OutputError,
@@ -29,17 +28,16 @@ from plausible.core.networks import (
     carry_over,
     check_parameters,
     choose,
-    describe,
     how_to_call,
     keep_gradients,
-    last_uses,
-    layer,
     private_copy,
     reset_of,
     slots,
     without_cudnn,
 )
 from plausible.core.priors import Prior
+from plausible.core.probing import layer_of, moving_buffers, probe
+from plausible.core.random import generator as stream_of
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights
 
@@ -60,50 +58,50 @@ class Joint(NamedTuple):
     l2: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
 class Model:
-    """network + likelihood + prior + number of data: one log joint over named weights.
+    """network + likelihood + prior + number of data: one log joint over named weights, and nothing else.
 
-    `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
+    `initial` are the weights at which it was built, by name: their shapes, types and device are those of every weight given
+    later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
     parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
     evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on
-    a few examples to learn its shapes.
+    a few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        likelihood: Likelihood,
-        prior: Prior,
-        *,
-        num_data: int,
-        initial: Weights,
-        random: tuple[str, ...],
-        buffers: Weights,
-        output: Callable[[Any], Tensor] | None = None,
-        output_shape: tuple[int, ...] = (),
-        target_ndim: int = 1,
-        temperature: float = 1.0,
-        initial_draws: Weights | None = None,
-        precision: torch.dtype | None = None,
-        steps: int = 1,
-        seed: int = 0,
-        evaluated: tuple[str, ...] = (),
-        radius: Tensor | None = None,
-        prepared: Any = None,
-        per_epoch: int = 0,
-    ):
-        self.network, self.likelihood, self.prior, self.num_data = network, likelihood, prior, num_data
-        self.initial, self.random, self.buffers = initial, random, buffers
-        self.output, self.output_shape, self.target_ndim = output, output_shape, target_ndim
-        self.temperature, self.initial_draws, self.precision, self.steps = temperature, initial_draws, precision, steps
-        self.seed, self.evaluated, self.radius, self.prepared = seed, evaluated, radius, prepared
-        self.per_epoch = per_epoch
-        self.points = tuple(name for name in initial if name not in random)
-        self.likelihood_names = tuple(name for name in initial if name.startswith("likelihood."))
-        self._spread = how_to_call(network)
-        self._slots = slots(network)
-        on_gpu = any(parameter.is_cuda for parameter in network.parameters())
-        self._recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase) and on_gpu]
+    network: nn.Module
+    likelihood: Likelihood
+    prior: Prior
+    num_data: int
+    initial: Weights
+    random: tuple[str, ...]
+    buffers: Weights
+    output: Callable[[Any], Tensor] | None = None
+    output_shape: tuple[int, ...] = ()
+    target_ndim: int = 1
+    temperature: Any = 1.0  # a number, or a 0-d tensor where settings are stacked
+    precision: torch.dtype | None = None
+    evaluated: tuple[str, ...] = ()
+    points: tuple[str, ...] = field(init=False, repr=False)
+    likelihood_names: tuple[str, ...] = field(init=False, repr=False)
+    _spread: Callable[[Any], Any] = field(init=False, repr=False)  # inputs → what `forward` is called with
+    _slots: dict[str, Any] = field(init=False, repr=False)  # where in the network each weight lies
+    _recurrent: list[nn.Module] = field(init=False, repr=False)  # layers that cuDNN refuses to differentiate in evaluation mode
+
+    def __post_init__(self) -> None:
+        known: dict[str, Any] = {
+            "points": tuple(name for name in self.initial if name not in self.random),
+            "likelihood_names": tuple(name for name in self.initial if name.startswith("likelihood.")),
+            "_spread": how_to_call(self.network),
+            "_slots": slots(self.network),
+            "_recurrent": [layer for layer in self.network.modules() if isinstance(layer, nn.RNNBase) and _on_gpu(layer)],
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def device(self) -> torch.device:
+        return _first(self.initial).device
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building
@@ -147,14 +145,13 @@ class Model:
             precision=precision,
             evaluated=evaluated,
         )
-        outputs, uses = model._probe(example)
-        model.output_shape = tuple(outputs.shape[1:])
-        model.target_ndim = example.y.ndim
+        outputs, uses = probe(model, example)
+        model = replace(model, output_shape=tuple(outputs.shape[1:]), target_ndim=example.y.ndim)
         if check_targets:
             likelihood.check(outputs.shape, example.y, mask=example.mask)
         noise = likelihood.initial_weights(model.output_shape, dtype=outputs.dtype, device=outputs.device)
         initial = {**parameters, **noise}
-        random = choose(initial, where, model._layer_of(max(uses, key=lambda name: uses[name])))
+        random = choose(initial, where, layer_of(model, max(uses, key=lambda name: uses[name])))
         if not any(name in uses for name in random):
             raise ValueError(
                 f"where={where!r} chooses {', '.join(random)}, which do not influence the output: nothing can be inferred"
@@ -162,158 +159,7 @@ class Model:
         if unused := [name for name in parameters if name not in uses]:
             log.warning("these weights do not influence the output, so data say nothing of them: %s", ", ".join(unused))
         prior.log_prob(initial)  # every weight has a rule, and shapes fit
-        return model._replace(initial=initial, random=random, buffers=model._moving_buffers(example))
-
-    def _replace(self, **changes: Any) -> Model:
-        settings = {
-            name: getattr(self, name)
-            for name in (
-                "network",
-                "likelihood",
-                "prior",
-                "num_data",
-                "initial",
-                "random",
-                "buffers",
-                "output",
-                "output_shape",
-                "target_ndim",
-                "temperature",
-                "initial_draws",
-                "precision",
-                "steps",
-                "seed",
-                "evaluated",
-                "radius",
-                "prepared",
-                "per_epoch",
-            )
-        }
-        settings.update(changes)
-        return Model(**settings)
-
-    def check_inputs(self, x: Any, *, train: bool = False, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Outputs at the initial weights (or those given) for a few inputs, or an error that says why there are none."""
-        variables = weights if weights is not None else {**self.initial, **self.buffers}
-        try:
-            outputs = self.outputs(variables, x, train=train)
-        except OutputError:
-            raise
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-            whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
-            hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" * whole
-            raise ValueError(
-                f"network could not be run on the inputs x ({describe(x)})"
-                + " in training mode" * train
-                + f": {type(error).__name__}: {error}{hint}"
-            ) from error
-        rows = num_rows(x)
-        if outputs.ndim == 0 or outputs.shape[0] != rows:
-            raise ValueError(
-                f"network must return one output row per example: {rows} examples gave outputs of shape "
-                f"{tuple(outputs.shape)}; if another part of its result is meant, pass output="
-            )
-        if not outputs.is_floating_point():
-            raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
-        if self.output_shape and tuple(outputs.shape[1:]) != self.output_shape:
-            raise ValueError(
-                f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {self.output_shape}"
-            )
-        return outputs
-
-    def _probe(self, example: Batch) -> tuple[Tensor, dict[str, int]]:
-        """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
-        leaves = {n: w.detach().requires_grad_() for n, w in self.initial.items()}
-        with torch.enable_grad():
-            outputs = self.check_inputs(example.x, weights=leaves)
-        self._check_one_row(example, outputs)
-        uses = last_uses(outputs, leaves)
-        dead = set(uses) - self._moving_the_output(leaves, list(uses), outputs, example)
-        uses = {name: when for name, when in uses.items() if name not in dead}
-        if not uses:
-            raise ValueError(
-                "the network's weights do not influence its output (is the forward pass under torch.no_grad, are results "
-                "detached, multiplied by zero, or always clamped?): nothing can be inferred"
-            )
-        return outputs.detach(), uses
-
-    def _check_one_row(self, example: Batch, outputs: Tensor) -> None:
-        """Refuse networks that lose the axis of examples where there is one example alone."""
-        try:
-            with torch.no_grad():
-                one = self.outputs({**self.initial, **self.buffers}, take(example.x, [0]))
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
-            return  # what one row alone does to a network is judged where it happens
-        if one.shape != (1, *outputs.shape[1:]):
-            raise ValueError(
-                f"network gives outputs of shape {tuple(one.shape)} for one example and {tuple(outputs.shape)} for "
-                f"{len(outputs)}: it loses the axis of examples; where it ends in squeeze(), write squeeze(-1)"
-            )
-
-    def _moving_the_output(self, leaves: Weights, names: list[str], outputs: Tensor, example: Batch) -> set[str]:
-        """Those of the named weights whose gradient is not exactly zero, here or at other weights and inputs around.
-
-        Dead units have none at the given weights, saturated ones none at the given inputs, and inputs of zero give none to the
-        weights that multiply them. Inputs that are no real numbers cannot be moved, and networks that fail at other weights cannot
-        be asked: weights then count as moving it.
-        """
-        real = all(leaf.is_floating_point() for leaf in tree.tensors(example.x))
-        stream = torch.Generator().manual_seed(0)
-        found: set[str] = set()
-        for scale, keep in ((0.0, True), (0.3, True), (1.0, True), (0.03, False), (1.0, False)):
-            near = leaves
-            if scale and not real:
-                return set(names)
-            if scale:
-
-                def moved(t: Tensor, keep: bool = True, scale: float = scale) -> Tensor:
-                    return t.detach() * keep + scale * torch.randn(t.shape, generator=stream).to(t)
-
-                near = {name: moved(weight).requires_grad_() for name, weight in leaves.items()}
-                inputs = tree.tree_map(functools.partial(moved, keep=keep), example.x)
-                try:
-                    with torch.enable_grad():
-                        outputs = self.check_inputs(inputs, weights=near)
-                except (ValueError, TypeError):
-                    return set(names)
-            missing = [name for name in names if name not in found]
-            direction = torch.randn(outputs.shape, generator=stream).to(outputs)
-            if not outputs.requires_grad:
-                continue
-            with torch.enable_grad():
-                along = (outputs * direction).sum()  # grad_outputs= would import a library of symbols, half a second of it
-            grads = torch.autograd.grad(along, [near[n] for n in missing], allow_unused=True)
-            found |= {n for n, g in zip(missing, grads) if g is not None and bool((g != 0).any())}
-            if len(found) == len(names):
-                break
-        return found
-
-    def _moving_buffers(self, example: Batch) -> Weights:
-        """The buffers that a training pass changes, such as running statistics."""
-        before = {n: b.detach().clone() for n, b in self.network.named_buffers()}
-        if not before:
-            return {}
-        x = example.x if num_rows(example.x) > 1 else take(example.x, [0, 0])
-        after = {n: b.clone() for n, b in before.items()}
-        devices = {b.device for b in before.values() if b.device.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-            self.check_inputs(x, train=True, weights={**self.initial, **after})
-        keep_gradients(self.network.eval())
-        return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
-
-    def last_layer(self, example: Batch) -> tuple[str, ...]:
-        """The names of the weights of the layer that is used last, on these examples."""
-        uses = self._probe(example)[1]
-        return self._layer_of(max(uses, key=lambda name: uses[name]))
-
-    def _layer_of(self, weight: str) -> tuple[str, ...]:
-        """The names of all trained weights in the layers that hold this one (tied weights are held by several)."""
-        holders = {id(holder) for holder, _ in self._slots[weight]}
-        return tuple(
-            name
-            for name in self.initial
-            if layer(name) == layer(weight) or any(id(holder) in holders for holder, _ in self._slots.get(name, ()))
-        )
+        return replace(model, initial=initial, random=random, buffers=moving_buffers(model, example))
 
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights
@@ -321,10 +167,10 @@ class Model:
     def _call(self, variables: Mapping[str, Tensor], x: Any) -> Any:
         arguments, keywords = self._spread(x)
         if transformed():
-            own = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
-            result = functional_call(self.network, own, arguments, keywords)
+            of_network = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
+            result = functional_call(self.network, of_network, arguments, keywords)
             if self.network.training:
-                for name, left in own.items():  # where functional_call leaves what the network assigned to its buffers
+                for name, left in of_network.items():  # where functional_call leaves what the network assigned to its buffers
                     if name not in self.initial:
                         carry_over(variables[name], left)
             return result
@@ -448,8 +294,6 @@ class Model:
         enters autograd: its gradient is added in closed form, or, with `leave_l2`, left to the optimiser as `Joint.l2` (so that
         grads + l2·w is the gradient).
         """
-        if self.radius is not None:
-            batch = with_neighbours(self, weights, batch, buffers or {}, self.radius, train=train)
         factor = scale / self.temperature
         precision = self.closed_precision
 
@@ -481,50 +325,38 @@ class Model:
         """The model whose log joint is divided by `temperature`: below 1 a cold posterior, above 1 a flattened one."""
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
-        return self._replace(temperature=self.temperature * temperature)
+        return replace(self, temperature=self.temperature * temperature)
 
     def with_settings(self, prior: Prior | None = None, temperature: Any = None) -> Model:
         """The model with another prior or another temperature, whose numbers may be 0-d tensors where settings are stacked."""
-        return self._replace(
-            prior=self.prior if prior is None else prior, temperature=self.temperature if temperature is None else temperature
+        return replace(
+            self,
+            prior=self.prior if prior is None else prior,
+            temperature=self.temperature if temperature is None else temperature,
         )
 
     def restricted(self, names: Iterable[str]) -> Model:
         """The model in which only these weights are random; the others are points."""
-        return self._replace(random=tuple(names))
+        return replace(self, random=tuple(names))
 
-    def attacked(self, radius: Tensor) -> Model:
-        """The model whose gradients also see each example moved by `radius` to where it is least likely."""
-        return self._replace(radius=radius)
-
-    def with_prepared(self, prepared: Any) -> Model:
-        """The model with what a method found out about it before the run, for its own use."""
-        return self._replace(prepared=prepared)
-
-    def starting_at(self, weights: Mapping[str, Tensor], draws: Weights | None = None) -> Model:
+    def starting_at(self, weights: Mapping[str, Tensor]) -> Model:
         """The model whose optimisers and chains start at these weights (buffers may be among them)."""
         for name, value in self.initial.items():
             if name not in weights or weights[name].shape != value.shape:
-                found = f"has shape {tuple(weights[name].shape)}" if name in weights else "is missing"
-                raise ValueError(f"{name!r} {found} among the weights to start at, expected shape {tuple(value.shape)}")
+                problem = f"has shape {tuple(weights[name].shape)}" if name in weights else "is missing"
+                raise ValueError(f"{name!r} {problem} among the weights to start at, expected shape {tuple(value.shape)}")
         initial = {name: weights[name].detach().clone().to(value) for name, value in self.initial.items()}
         buffers = {name: weights.get(name, value).detach().clone().to(value) for name, value in self.buffers.items()}
-        return self._replace(initial=initial, buffers=buffers, initial_draws=draws)
+        return replace(self, initial=initial, buffers=buffers)
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with all tensors on another device."""
-        draws = None if self.initial_draws is None else tree.to(self.initial_draws, device)
-        return self._replace(
+        return replace(
+            self,
             network=copy.deepcopy(self.network).to(device),
             initial=tree.to(self.initial, device),
             buffers=tree.to(self.buffers, device),
-            initial_draws=draws,
-            radius=None if self.radius is None else self.radius.to(device),
         )
-
-    def for_run(self, *, num_data: int, steps: int, seed: int, per_epoch: int = 0) -> Model:
-        """The model of one run: its number of data (a part may be held out), of steps (also in an epoch), and its seed."""
-        return self._replace(num_data=num_data, steps=steps, seed=seed, per_epoch=per_epoch)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Starting points
@@ -556,15 +388,17 @@ class Model:
 
     def prior_functions(self, x: Any, draws: int, seed: int = 0) -> Tensor:
         """f(x; w) for w ~ p(w): what the prior believes before any data. [draws, N, *outputs]."""
-        from plausible.core import random
-
         first = _first(self.initial)
         inputs = as_inputs(x, dtype=first.dtype, device=first.device)
-        stacked = self.prior.sample(self.initial, random.generator(seed, 11), draws)
+        stacked = self.prior.sample(self.initial, stream_of(seed, 11), draws)
         with torch.no_grad():
-            found = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
-        return torch.stack(found)
+            outputs = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
+        return torch.stack(outputs)
 
 
 def _first(weights: Mapping[str, Tensor]) -> Tensor:
     return next(iter(weights.values()))
+
+
+def _on_gpu(module: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())

@@ -1,23 +1,12 @@
-"""The only loops of the library: iterate a step over batches, sample chains on the full data, accumulate a sum over one pass.
+"""The only loops of the library: iterate a step over batches, accumulate a sum over one pass, sample on the full data.
 
-Progress bars, checkpoints, compilation, capture, stacking, devices, interrupts and ranks live here once, and nowhere else.
+Stages, progress bars, checkpoints, compilation, capture, stacking, devices, interrupts and ranks live here once, and nowhere else.
 """
 
-from plausible.engine.accumulate import accumulate
 from plausible.engine.checkpoint import Checkpoint
-from plausible.engine.loop import DivergenceError, Fitted, Options, iterate, run, sample
-from plausible.engine.policy import decide
+from plausible.engine.loop import DivergenceError
+from plausible.engine.method import Fitted, Run
 from plausible.engine.ranks import RankError
+from plausible.engine.running import Options, run
 
-__all__ = [
-    "Checkpoint",
-    "DivergenceError",
-    "Fitted",
-    "Options",
-    "RankError",
-    "accumulate",
-    "decide",
-    "iterate",
-    "run",
-    "sample",
-]
+__all__ = ["Checkpoint", "DivergenceError", "Fitted", "Options", "RankError", "Run", "run"]

@@ -20,7 +20,7 @@ from plausible.core import storage
 from plausible.core.storage import DrawWriter
 from plausible.core.weights import tensors
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,19 @@ class Resumed(NamedTuple):
     finished: bool
     tensors: dict[str, Tensor]
     record: dict[str, Any]
+
+    def restore(self, name: str, tree: Any) -> None:
+        """Write the stored tensors into the buffers of a freshly made tree of the same structure."""
+        for i, leaf in enumerate(tensors(tree)):
+            stored = self.tensors.get(f"{name}.{i}")
+            if stored is None or stored.shape != leaf.shape or stored.dtype != leaf.dtype:
+                raise ValueError("the checkpoint's state does not fit this method and network: it belongs to another run")
+            leaf.copy_(stored)
+
+    def tree(self, name: str, device: torch.device) -> dict[str, Tensor]:
+        """A stored mapping of named tensors."""
+        names = self.record.get("names", {}).get(name, [])
+        return {key: self.tensors[f"{name}.{i}"].to(device) for i, key in enumerate(names)}
 
 
 class Checkpointer:
@@ -79,10 +92,18 @@ class Checkpointer:
         return time.monotonic() - self.last_time >= self.settings.seconds
 
     def save(
-        self, step: int, state: Any, writer: DrawWriter, record: dict[str, Any], random: Mapping[str, Tensor], *, finished: bool
+        self,
+        step: int,
+        trees: Mapping[str, Any],
+        writer: DrawWriter,
+        record: dict[str, Any],
+        random: Mapping[str, Tensor],
+        *,
+        finished: bool,
     ) -> None:
-        """Write a checkpoint atomically and remove the one before."""
-        named = {f"state.{i}": leaf for i, leaf in enumerate(tensors(state))}
+        """Write a checkpoint atomically and remove the one before. Of `trees`, plain mappings keep their names."""
+        named = {f"{name}.{i}": leaf for name, tree in trees.items() for i, leaf in enumerate(tensors(tree))}
+        record["names"] = {"before": list(trees.get("before", {}))}
         named |= {f"random.{name}": value for name, value in random.items()}
         for i, draw in enumerate(writer.pending):
             named |= {f"pending.{i}.{name}": value for name, value in draw.items()}
@@ -162,16 +183,6 @@ def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path
         )
 
 
-def restore(state: Any, found: Mapping[str, Tensor]) -> None:
-    """Write stored tensors into the buffers of a freshly made state of the same structure."""
-    leaves = tensors(state)
-    for i, leaf in enumerate(leaves):
-        stored = found.get(f"state.{i}")
-        if stored is None or stored.shape != leaf.shape or stored.dtype != leaf.dtype:
-            raise ValueError("the checkpoint's state does not fit this method and network: it belongs to another run")
-        leaf.copy_(stored)
-
-
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """The states of torch's global generators, for the checkpoint."""
     states = {"cpu": torch.get_rng_state()}
@@ -186,6 +197,3 @@ def set_random_states(found: Mapping[str, Tensor], device: torch.device) -> None
         torch.set_rng_state(found["random.cpu"])
     if "random.cuda" in found and device.type == "cuda":
         torch.cuda.set_rng_state(found["random.cuda"], device)
-
-
-__all__ = ["Checkpoint", "Checkpointer", "Resumed", "random_states", "restore", "set_random_states"]

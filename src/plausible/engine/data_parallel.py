@@ -8,11 +8,10 @@ the same on all ranks: they start from the weights of the first, see the same gr
 
 from __future__ import annotations
 
-import copy
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -160,22 +159,16 @@ def len_or_none(loader: Any) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
+@dataclass(frozen=True, eq=False)
 class SharedModel(Model):
     """A model that sees one rank's part of a batch and answers for the whole of it."""
 
-    team: DividedBatches
+    team: Any = None
 
     @classmethod
     def of(cls, model: Model, team: DividedBatches) -> SharedModel:
-        """The same model among these ranks."""
-        shared = copy.copy(model)
-        shared.__class__ = cls
-        assert isinstance(shared, SharedModel)
-        shared.team = team
-        return shared
-
-    def _replace(self, **changes: Any) -> Model:
-        return SharedModel.of(super()._replace(**changes), self.team)
+        settings = {f.name: getattr(model, f.name) for f in fields(model) if f.init}
+        return cls(**settings, team=team)
 
     def gradient(self, weights: Mapping[str, Tensor], batch: Batch, **settings: Any) -> Joint:
         """That of `Model`, averaged; running statistics are averaged too (batch norm itself sees one rank's rows)."""

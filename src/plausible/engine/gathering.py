@@ -15,10 +15,10 @@ from torch import Tensor
 from plausible.core import weights as tree
 from plausible.core.model import Model
 from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
-from plausible.engine.method import Method
+from plausible.engine.method import Method, Run
 
 if TYPE_CHECKING:
-    from plausible.engine.loop import Fitted
+    from plausible.engine.method import Fitted
     from plausible.engine.ranks import Ranks
 
 
@@ -37,13 +37,13 @@ class Left(NamedTuple):
     mode: str
 
 
-def gather(team: Ranks, method: Method, model: Model, fitted: Fitted, folder: Path | None) -> Fitted:
+def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fitted, folder: Path | None) -> Fitted:
     """All draws, means of the history over members, the longest time; the states where a posterior is made of those.
 
     `method` is what ran here. Ranks that were stopped at different steps count up to the last that all have.
     """
     store = fitted.draws if team.keeps else None
-    each = 0 if store is None else len(next(iter(method.kept(model, fitted.state).values())))
+    each = 0 if store is None else len(next(iter(method.kept(model, run, fitted.state).values())))
     first = {} if store is None else store.get([0], "cpu")
     own = Left(
         team.keeps,

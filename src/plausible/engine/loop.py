@@ -1,4 +1,4 @@
-"""The loop: runs a method's step over batches, keeps draws, watches for divergence, writes checkpoints, obeys Ctrl-C."""
+"""The loop of one stage: runs its step over batches, keeps draws, watches for divergence, writes checkpoints, obeys Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plausible.core import random
-from plausible.core.data import Batch, Data, StreamData, num_rows
 from plausible.core.model import Model
-from plausible.core.storage import DrawStore, DrawWriter, MemoryDraws, WriterMark
-from plausible.core.weights import clone, copy_into, num_bytes, num_elements
+from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
+from plausible.core.weights import clone, num_bytes
 from plausible.engine import checkpoint as checkpoints
-from plausible.engine.accumulate import accumulate
-from plausible.engine.checkpoint import Checkpoint, Checkpointer
+from plausible.engine.checkpoint import Checkpointer
 from plausible.engine.interrupt import Interrupt
-from plausible.engine.method import Method, Plan
+from plausible.engine.method import Fitted, Method, Plan, Run, Stage
 from plausible.engine.monitoring import Monitor
-from plausible.engine.policy import Mode, decide, threads
+from plausible.engine.policy import Mode
 from plausible.engine.progress import Progress
 from plausible.engine.ranks import Team, Vote
-from plausible.engine.source import Elsewhere, Source
+from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Eager, Info, Stepper, make
+from plausible.engine.stopping import Stopping
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -42,133 +40,6 @@ class DivergenceError(ArithmeticError):
         super().__init__(message)
         self.step, self.term = step, term
         self.posterior: Any = None
-        self.fitted: Fitted | None = None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the caller decides about a run, none of which changes the law that is sampled."""
-
-    seed: int = 0
-    compile: Literal["auto"] | bool = "auto"
-    progress: bool | None = None
-    checkpoint: Checkpoint | None = None
-    callbacks: Sequence[Callback] = ()
-    identity: dict[str, Any] = field(default_factory=dict)
-    team: Team = field(default_factory=Team)
-
-
-class Fitted(NamedTuple):
-    """What a run leaves behind: the last state, kept draws, history per epoch, how it was run, what `prepare` found out."""
-
-    state: Any
-    draws: DrawStore | None
-    history: dict[str, list[float]]
-    steps: int
-    seconds: float
-    mode: str
-    interrupted: bool = False
-    prepared: Any = None
-    progress: bool | None = None
-
-
-def iterate(method: Method, model: Model, data: Data, options: Options) -> Fitted:
-    """Iterate a step over batches: optimisers, stochastic-gradient samplers, variational methods."""
-    if method.verb != "iterate":
-        raise ValueError(f"{type(method).__name__} samples chains on the full data: use sample()")
-    return run(method, model, data, options)
-
-
-def sample(method: Method, model: Model, data: Data, options: Options) -> Fitted:
-    """Sample chains: each step is one transition that sees the full data."""
-    if method.verb != "sample":
-        raise ValueError(f"{type(method).__name__} steps over batches: use iterate()")
-    return run(method, model, data, options)
-
-
-def run(method: Method, model: Model, data: Data, options: Options) -> Fitted:
-    """Run a method to its end (or to Ctrl-C) and return what it left. The verbs differ in the plan alone."""
-    device = next(iter(model.initial.values())).device
-    team = options.team
-    method = team.part(method)
-    if team.divides and not method.divisible:
-        who = type(method).__name__
-        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or " * (method.verb == "iterate")
-        raise ValueError(
-            f"{who} cannot be divided among ranks; {instead}set PLAUSIBLE_RANKS=alone to fit in each process by itself, with "
-            "a seed of its own"
-        )
-    plan = _plan(method, data)
-    held: Data | None = None
-    if plan.patience is not None:
-        data, held = data.split(plan.holdout, options.seed)
-        plan = _plan(method, data)
-    model = method.prepare(
-        model.for_run(num_data=data.num_data, steps=plan.steps, seed=options.seed, per_epoch=plan.per_epoch), data
-    )
-    state = method.start(model, random.key(options.seed, device=device))
-    mode = team.mode(
-        decide(
-            options.compile,
-            steps=plan.steps,
-            elements=num_elements(model.initial),
-            members=method.members,
-            device=device,
-            resident=not isinstance(data, StreamData),
-        )
-    )
-    model = team.model(model)
-    writer = DrawWriter()
-    keeper = None
-    resumed = None
-    checkpoint = team.checkpoint(options.checkpoint)
-    if checkpoint is not None:
-        keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
-        writer = DrawWriter(keeper.draws_folder)
-        resumed = keeper.load(writer)
-    members = None if method.shares_batches else method.members
-    source = (
-        Elsewhere(data)
-        if method.kernels and method.members is None
-        else Source(
-            data,
-            plan,
-            seed=options.seed,
-            members=members,
-            numbers=team.member_numbers,
-            place=(team.rank, team.size) if team.divides else None,
-        )
-    )
-    resumed = team.ready(source, plan, resumed)
-    rows = (plan.batch_size or data.num_data) * (method.members or 1)
-    x = None if isinstance(data, StreamData) else data.batch.x
-    with threads(model.network, x, work=num_elements(model.initial) * rows, device=device):
-        try:
-            fitted = _Run(method, model, plan, source, state, mode, writer, keeper, options, held).go(resumed)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ValueError(
-                "batch norm in training needs at least two examples in every batch, and one has a single example: use a larger "
-                "batch_size, or drop_last=True in a loader whose last batch is that short"
-            ) from error
-    return team.gather(method, model, fitted)
-
-
-def _plan(method: Method, data: Data) -> Plan:
-    if isinstance(data, StreamData) and not data.indexable:
-        loader = data.source
-        size = getattr(loader, "batch_size", None)
-        try:
-            per_epoch = len(loader)
-        except TypeError:
-            size = size or num_rows(next(iter(data.passes())).x)  # batches made by the data set itself
-            per_epoch = -(-data.num_data // size)
-        plan = method.plan(data.num_data, per_epoch)
-        if plan.batch_size is None and not method.kernels:
-            data.all()  # says why not
-        return plan
-    return method.plan(data.num_data)
 
 
 class _Mark(NamedTuple):
@@ -183,34 +54,53 @@ class _Mark(NamedTuple):
     passes: tuple[Tensor | None, int]
 
 
-class _Run:
-    """One run: the loop's variables in one place."""
+@dataclass
+class Place:
+    """Where a stage stands in the run of its method: how many steps callbacks have heard of, and what earlier stages left."""
+
+    method: Method
+    number: int = 0
+    last: bool = True
+    steps: int = 0
+    seconds: float = 0.0
+    record: Any = None  # what earlier stages add to the checkpoint
+
+    @property
+    def single(self) -> bool:
+        return self.number == 0 and self.last
+
+
+class Loop:
+    """One stage: the loop's variables in one place."""
 
     MAX_SEGMENT = 256
     TWO_MARKS = 2**28  # bytes of state up to which the start of the segment before is kept too
 
     def __init__(
         self,
-        method: Method,
+        stage: Stage,
         model: Model,
+        run: Run[Any],
         plan: Plan,
         source: Source,
         state: Any,
         mode: Mode,
         writer: DrawWriter,
         keeper: Checkpointer | None,
-        options: Options,
-        held: Data | None,
+        stopping: Stopping | None,
+        place: Place,
+        callbacks: tuple[Callback, ...] = (),
+        progress: bool | None = None,
+        team: Team | None = None,
     ):
-        self.method, self.model, self.plan, self.source = method, model, plan, source
+        self.stage, self.model, self.run, self.plan, self.source = stage, model, run, plan, source
         self.state, self.mode, self.writer, self.keeper = state, mode, writer, keeper
-        self.options, self.held, self.team = options, held, options.team
+        self.stopping, self.place, self.callbacks, self.progress = stopping, place, callbacks, progress
+        self.team = team or Team()
         self.resting = not self.team.works  # nothing is left to do here, but others may be at work
-        self.device = next(iter(model.initial.values())).device
+        self.device = model.device
         self.history: dict[str, list[float]] = {}
         self.sums: dict[str, float] = {}
-        self.stale: Tensor | None = None
-        self.held_weight: float | None = None
         self.done = 0
         self.seconds = 0.0
 
@@ -220,33 +110,21 @@ class _Run:
         if resumed is not None:
             self._resume(resumed)
             self.resting = self.resting or resumed.finished
+        elif self.keeper is not None and self.place.number:
+            self._save(finished=False)  # what the stages before took is safe from here on
         if self.resting:
             return self._rest()
         started = time.monotonic() - self.seconds
-        step = self._choose_step()
-        if self.method.kernels:  # its target is compiled, and control flow stays in Python
-            self.model, used = self.method.compiled(self.model, self.options.compile)
-            self.mode = self.mode if resumed is not None else used
-            stepper: Stepper = Eager(step, self.model, self.state, self.source)
-        else:
-            stepper, used = make(self.mode, step, self.model, self.state, self.source)
-        if used != self.mode and self.keeper is not None and resumed is not None:
-            raise ValueError(
-                f"the checkpoint was written by {self.mode} steps, which are not available here: results would differ"
-            )
-        self.mode = used
+        stepper = self._stepper(resumed)
         self._place_generators(resumed)
         self.team.step = self.done
-        unit = "steps" if self.method.verb == "iterate" else "transitions"
-        segment, stale = 1, False
+        segment, over = 1, self.stage.finished(self.state)
         good: _Mark | None = None  # the latest moment from which a step is known to have been finite
-        show = self.options.progress if self.team.rank == 0 else False
-        bar = Progress(type(self.method).__name__, self.plan.steps, unit, show, start=self.done)
-        with Interrupt() as interrupt, bar, warnings.catch_warnings():
+        with Interrupt() as interrupt, self._bar() as bar, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
             while True:
                 wish = self._segment(segment, stepper) if self.done < self.plan.steps else 0
-                verdict = self.team.meet(Vote(self.done, wish, interrupt.requested, stale), stepper.state)
+                verdict = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
                 if verdict.over:
                     break
                 count = verdict.target - self.done
@@ -267,26 +145,53 @@ class _Run:
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
                 self._note(rows, mark.done)
-                stale = self._validate(stepper) or self.method.finished(stepper.state)
-                self._observe(last=stale or self.done >= self.plan.steps)
+                over = self._validate() or self.stage.finished(self.state)
+                last = over or self.done >= self.plan.steps
+                self._observe(last)
                 self.seconds = time.monotonic() - started
-                taken = time.monotonic() - clock
-                segment = (
-                    min(2 * segment, self.MAX_SEGMENT) if taken < 0.1 else max(1, segment // 2) if taken > 0.5 else segment
-                )
+                segment = self._next_segment(segment, time.monotonic() - clock)
                 bar.update(self.done, self._caption(rows))
-                last = stale or self.done >= self.plan.steps  # the final checkpoint follows at once
-                if self.keeper is not None and self.keeper.due(self.done) and not last:
+                # the final checkpoint follows at once, and a pass begins anew where it is killed
+                due = self.keeper is not None and self.keeper.due(self.done) and self.stage.traits.verb != "accumulate"
+                if due and not last:
                     self._save(finished=False)
-        interrupted = verdict.interrupted
         self.state = stepper.state
-        if not interrupted and not self.plan.thin:
+        if verdict.interrupted and self.keeper is not None:
+            self._save(finished=False)  # before the best weights take the place of the last: a resumed run trains on
+        if self.stopping is not None:
+            self.state = self.stopping.best_of(self.state)
+        if self.place.last and not self.plan.thin:
             self._keep()
-        if self.keeper is not None:
-            self._save(finished=not interrupted)
-        if interrupted and not self.plan.thin:
-            self._keep()
-        return self._fitted(interrupted)
+        if not verdict.interrupted and self.keeper is not None and self.place.last:
+            self._save(finished=True)
+        return self._fitted(verdict.interrupted)
+
+    def _stepper(self, resumed: checkpoints.Resumed | None) -> Stepper:
+        """The step, compiled or captured as the mode says; of a stage that samples, whose kernels are compiled, as it stands."""
+        if self.stage.traits.verb != "iterate":
+            used = getattr(self.run.prepared, "mode", "eager")
+            self.mode = self.mode if resumed is not None else used
+            stepper: Stepper = Eager(self.stage.step, self.model, self.run, self.state, self.source)
+        else:
+            stepper, used = make(self.mode, self._choose_step(), self.model, self.run, self.state, self.source)
+        if used != self.mode and self.keeper is not None and resumed is not None:
+            raise ValueError(
+                f"the checkpoint was written by {self.mode} steps, which are not available here: results would differ"
+            )
+        self.mode = used
+        return stepper
+
+    def _bar(self) -> Progress:
+        name = type(self.place.method).__name__
+        if not self.place.single:
+            name += f": {label(self.stage)}"
+        return Progress(name, self.plan.steps, self.plan.unit, self.progress if self.team.rank == 0 else False, start=self.done)
+
+    def _next_segment(self, segment: int, seconds: float) -> int:
+        """Longer while segments are short: each costs a look at what was logged, and on a GPU a wait for it."""
+        if seconds < 0.1:
+            return min(2 * segment, self.MAX_SEGMENT)
+        return max(1, segment // 2) if seconds > 0.5 else segment
 
     def _rest(self) -> Fitted:
         """Be there for the others until they are done."""
@@ -319,29 +224,29 @@ class _Run:
 
     def _choose_step(self) -> Any:
         """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""
-        if self.method.members is None:
-            return self.method.step
+        if self.stage.members is None:
+            return self.stage.step
         probe = clone(self.state)
         batch = self.source.peek()
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with warnings.catch_warnings(record=True) as said, torch.random.fork_rng(devices=devices), torch.no_grad():
                 warnings.filterwarnings("always", message=".*batching rule.*")
-                self.method.step(self.model, probe, batch)
-            for name in sorted({found for message in said for found in re.findall(r"aten::\w+", str(message.message))}):
+                self.stage.step(self.model, self.run, probe, batch)
+            for name in sorted({name for message in said for name in re.findall(r"aten::\w+", str(message.message))}):
                 log.info("vmap has no rule for %s: that operation runs member by member", name)
-            return self.method.step
+            return self.stage.step
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
-                self.method.looped_step(self.model, clone(self.state), batch)  # type: ignore[attr-defined]
+                self.stage.looped_step(self.model, self.run, clone(self.state), batch)  # type: ignore[attr-defined]
             reason = str(error).strip().splitlines()[0][:160]
             log.warning("members run one after the other: vmap cannot stack this network (%s)", reason)
-            return self.method.looped_step  # type: ignore[attr-defined]
+            return self.stage.looped_step  # type: ignore[attr-defined]
 
     def _segment(self, wish: int, stepper: Stepper) -> int:
         """How many steps to run before looking up again; never past an event that needs the loop."""
         count = min(wish, self.plan.steps - self.done)
-        if self.held is not None or self.options.callbacks:
+        if self.stopping is not None or self.callbacks:
             count = min(count, self.plan.per_epoch - self.done % self.plan.per_epoch)
         if self.keeper is not None and self.keeper.settings.steps is not None:
             count = min(count, self.keeper.last_step + self.keeper.settings.steps - self.done)
@@ -364,7 +269,7 @@ class _Run:
     def _keep(self) -> None:
         if not self.team.keeps:
             return
-        if draws := self.method.kept(self.model, self.state):
+        if draws := self.stage.kept(self.model, self.run, self.state):
             self.writer.add_block(clone(draws))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -383,7 +288,7 @@ class _Run:
                 at = int((~finite.all(1)).nonzero()[0])
                 if worst is None or at < worst[0]:
                     member = int((~finite[at]).nonzero()[0])
-                    whose = f" in member {getattr(self.method, 'first', 0) + member}" if values.ndim > 1 else ""
+                    whose = f" in member {getattr(self.stage, 'first', 0) + member}" if values.ndim > 1 else ""
                     worst = (at, name, f"{float(values[at].reshape(-1)[member])}{whose}")
         return worst
 
@@ -417,9 +322,11 @@ class _Run:
             step,
             term,
         )
-        if not self.plan.thin:
-            self._keep()
-        error.fitted = self._fitted(interrupted=True) if len(self.writer) else None
+        if self.place.last:
+            if not self.plan.thin:
+                self._keep()
+            if len(self.writer):
+                error.posterior = self._posterior(self._fitted(interrupted=True))
         raise error
 
     def _note(self, rows: dict[str, Tensor], before: int) -> None:
@@ -434,16 +341,16 @@ class _Run:
                 self.sums[name] = self.sums.get(name, 0.0) + value
                 if step % per_epoch == 0:
                     self.history.setdefault(name, []).append(self.sums.pop(name) / per_epoch)
-        if self.options.callbacks:
+        if self.callbacks:
             for i in range(len(next(iter(means.values())))):
                 info = {name: values[i] for name, values in means.items()}
-                for callback in self.options.callbacks:
-                    callback(before + i + 1, dict(info))
+                for callback in self.callbacks:
+                    callback(self.place.steps + before + i + 1, dict(info))
 
     def _observe(self, last: bool) -> None:
         """Show the posterior so far to the monitors among the callbacks, at the end of an epoch."""
-        monitors = [callback for callback in self.options.callbacks if isinstance(callback, Monitor)]
-        if not monitors or (self.done % self.plan.per_epoch and not last):
+        monitors = [callback for callback in self.callbacks if isinstance(callback, Monitor)]
+        if not monitors or not self.place.last or (self.done % self.plan.per_epoch and not last):
             return
         epoch = -(-self.done // self.plan.per_epoch)
         due = [monitor for monitor in monitors if monitor.due(epoch, last)]
@@ -451,18 +358,18 @@ class _Run:
             return
         fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
         if not self.plan.thin:  # the draws that the run would end with
-            ending = clone(self.method.kept(self.model, self.state))
+            ending = clone(self.stage.kept(self.model, self.run, self.state))
             fitted = fitted._replace(draws=MemoryDraws(ending) if ending else None)
-        elif fitted.draws is None and self.method.keeps_draws:
+        elif fitted.draws is None and self.place.method.traits.keeps_draws:
             return  # nothing kept yet
-        posterior = self.method.posterior(self.model, fitted)
+        posterior = self._posterior(fitted)
         generators = checkpoints.random_states(self.device)
         for monitor in due:
             monitor.observe(epoch, posterior)
         checkpoints.set_random_states({f"random.{name}": state for name, state in generators.items()}, self.device)
 
     def _caption(self, rows: dict[str, Tensor]) -> str:
-        if (said := self.method.caption(self.state)) is not None:
+        if (said := self.stage.caption(self.state)) is not None:
             return said
         if not rows:
             return ""
@@ -470,35 +377,16 @@ class _Run:
         value = float(values[-1].mean())
         return f"{name.replace('_', ' ')} {value:,.1f}" if abs(value) < 1e7 else f"{name.replace('_', ' ')} {value:.3g}"
 
-    def _validate(self, stepper: Stepper) -> bool:
-        """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members.
-
-        A member whose patience has run out is not judged again, however long the others train.
-        """
-        if self.held is None or self.done % self.plan.per_epoch or self.plan.patience is None:
+    def _validate(self) -> bool:
+        """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members."""
+        if self.stopping is None or self.done % self.plan.per_epoch:
             return False
-        total = accumulate(lambda batch: self.method.held_out(self.model, stepper.state, batch), self.held)
-        value = total / self._held_weight()
-        over = torch.zeros_like(value, dtype=torch.bool) if self.stale is None else self.stale >= self.plan.patience
-        new, self.stale = self.method.validated(stepper.state, torch.where(over, -torch.inf, value))
-        if isinstance(stepper.state, tuple) and self.mode != "eager":
-            copy_into(stepper.state, new)
-        else:
-            stepper.state = new
-        self.state = stepper.state
-        self.history.setdefault("held_out_log_likelihood", []).append(float(value.mean()))
-        return bool((self.stale >= self.plan.patience).all())
+        value = self.stopping.judge(self.model, self.state)
+        self.history.setdefault("held_out_log_likelihood", []).append(value)
+        return self.stopping.over
 
-    def _held_weight(self) -> float:
-        """The number of held-out examples, or the sum of their weights."""
-        assert self.held is not None
-        if self.held_weight is None:
-
-            def count(batch: Batch) -> Tensor:
-                return torch.tensor(float(num_rows(batch.x)) if batch.weight is None else float(batch.weight.sum()))
-
-            self.held_weight = float(accumulate(count, self.held)) or 1.0
-        return self.held_weight
+    def _posterior(self, fitted: Fitted) -> Any:
+        return self.place.method.posterior(self.model, self.run, fitted)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints
@@ -510,42 +398,42 @@ class _Run:
         if started is not None:
             states["pass"] = started
         record = {
+            "stage": self.place.number,
+            "earlier": self.place.record,
             "history": {n: [_json_number(v) for v in values] for n, values in self.history.items()},
             "sums": {n: _json_number(v) for n, v in self.sums.items()},
             "seconds": self.seconds,
             "mode": self.mode,
             "pass_position": position,
-            "stale": None if self.stale is None else self.stale.tolist(),
-            "monitors": _json_tree([c.records for c in self.options.callbacks if isinstance(c, Monitor)]),
+            "monitors": _json_tree([c.records for c in self.callbacks if isinstance(c, Monitor)]),
         }
-        self.keeper.save(self.done, self.state, self.writer, record, states, finished=finished)
+        named = {"state": self.state, "before": self.run.before, "stopping": self.stopping and self.stopping.tree}
+        self.keeper.save(self.done, named, self.writer, record, states, finished=finished)
 
     def _resume(self, resumed: checkpoints.Resumed) -> None:
-        checkpoints.restore(self.state, resumed.tensors)
+        resumed.restore("state", self.state)
+        if self.stopping is not None:
+            resumed.restore("stopping", self.stopping.tree)
         record = resumed.record
         self.done = resumed.step
         self.history = {n: [float(v) for v in values] for n, values in record["history"].items()}
         self.sums = {n: float(v) for n, v in record["sums"].items()}
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
-        monitors = [callback for callback in self.options.callbacks if isinstance(callback, Monitor)]
+        monitors = [callback for callback in self.callbacks if isinstance(callback, Monitor)]
         for monitor, records in zip(monitors, record.get("monitors", [])):
             monitor.records = _from_json_tree(records)
-        self.stale = None if record["stale"] is None else torch.tensor(record["stale"], device=self.device)
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
     def _fitted(self, interrupted: bool) -> Fitted:
         return Fitted(
-            self.state,
-            self.writer.store(),
-            self.history,
-            self.done,
-            self.seconds,
-            self.mode,
-            interrupted,
-            self.model.prepared,
-            self.options.progress,
+            self.state, self.writer.store(), self.history, self.done, self.place.seconds + self.seconds, self.mode, interrupted
         )
+
+
+def label(stage: Stage) -> str:
+    """What the progress bar and the record call it."""
+    return type(stage).__name__ if isinstance(stage, Method) else type(stage).__name__.lower()
 
 
 def _json_number(value: float) -> float | str:
@@ -569,6 +457,3 @@ def _from_json_tree(value: Any) -> Any:
     if isinstance(value, dict):
         return float(value["number"]) if set(value) == {"number"} else {k: _from_json_tree(v) for k, v in value.items()}
     return [_from_json_tree(inner) for inner in value] if isinstance(value, list) else value
-
-
-__all__ = ["DivergenceError", "Fitted", "Options", "iterate", "replace", "run", "sample"]

@@ -1,20 +1,26 @@
-"""What a method is: a frozen dataclass of hyper-parameters with `start`, `step` and `posterior`; the engine owns the loops."""
+"""What a method is: a frozen dataclass of hyper-parameters that says what the engine runs, and what the result is.
+
+A `Stage` is one verb with a state of its own: *iterate* a step over batches, *accumulate* a sum over one pass of the data, or
+*sample*: take steps that each see all of the data. A `Method` of one stage is that stage; one of several says them in `stages`.
+The engine owns all loops.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from plausible.core.data import Data, num_rows
 from plausible.core.model import Model
+from plausible.core.storage import DrawStore
 from plausible.core.weights import Weights
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-    from plausible.engine import Fitted
+    from plausible.core.data import Batch
     from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
@@ -50,21 +56,26 @@ registry = Registry()
 
 @dataclass(frozen=True)
 class Traits:
-    """What a method declares about itself; the conformance suite reads it.
+    """What a stage or a method declares about itself.
 
-    `deterministic`: the same for every seed. `exact`: its draws follow the posterior up to Monte Carlo error (`bias` says in
-    words what else to expect). `trains`: it moves the weights (the alternative is post hoc). `has_weights`: it has weight draws
-    and not only function draws. `mixed_precision`: the forward pass may run in bfloat16. `chaotic`: small differences grow, so
-    that compiled and eager runs agree over single steps only. `noisy`: its steps draw noise of their own.
+    For the engine: `verb` (see the module), `divisible`: batches may be divided among ranks, since gradients come from
+    `model.gradient`; `shares_batches`: all members see the same batches; `keeps_draws`: the result is made of stored draws;
+    `mixed_precision`: the forward pass may run in bfloat16; `noisy`: its steps draw noise of their own. For sweeps: `shaping`, the
+    settings that are used before the first step, which cannot be stacked. For the conformance suite: `deterministic`: the same
+    for every seed; `has_weights`: there are weight draws and not only function draws; `tolerance`, the relative error that is
+    allowed on top of Monte Carlo error, and `bias`, in words, what to expect of the law.
     """
 
-    deterministic: bool = False
-    exact: bool = False
-    trains: bool = True
-    has_weights: bool = True
+    verb: Literal["iterate", "accumulate", "sample"] = "iterate"
+    divisible: bool = True
+    shares_batches: bool = False
+    keeps_draws: bool = True
     mixed_precision: bool = True
-    chaotic: bool = False
     noisy: bool = False
+    shaping: tuple[str, ...] = ()
+    deterministic: bool = False
+    has_weights: bool = True
+    tolerance: float = 0.02
     bias: str = ""
 
 
@@ -72,8 +83,9 @@ class Traits:
 class Plan:
     """How long to run and what to keep: `steps` of `batch_size` (None: all data at once), `per_epoch` steps an epoch.
 
-    After step t (counted from 1) a draw is kept when t > `burn_in` and (t − `burn_in`) % `thin` == 0; `thin` 0 keeps none.
-    `patience` epochs without a better held-out log-likelihood end the run; `holdout` is the fraction set aside for that.
+    After step t (counted from 1) a draw is kept when t > `burn_in` and (t − `burn_in`) % `thin` == 0; `thin` 0 keeps the last
+    state alone. `holdout` is a fraction of the data that is set aside, by the seed; `patience` epochs without a better
+    log-likelihood of it end the stage, at the weights that were best. `unit` is what the progress bar counts.
     """
 
     steps: int
@@ -83,6 +95,7 @@ class Plan:
     thin: int = 0
     patience: int | None = None
     holdout: float = 0.0
+    unit: str = "steps"
 
     def keeps(self, step: int) -> bool:
         """Whether a draw is kept after step `step`."""
@@ -93,104 +106,140 @@ class Plan:
         return self.burn_in + (max(step - self.burn_in, 0) // self.thin + 1) * self.thin
 
 
-class Method:
-    """Base of all methods. Subclasses are frozen dataclasses; constructors only store and validate.
+Prepared = TypeVar("Prepared")
 
-    `start(model, key)` gives the state, a named tuple of tensors (trees of tensors) with `weights` and `buffers`;
-    `step(model, state, batch)` is pure: it returns the new state and a dict of 0-d tensors (it may reuse the buffers of the state
-    it was given). `kept(model, state)` says what is kept as draws; `posterior(model, fitted)` builds the result.
+
+@dataclass(frozen=True, eq=False)
+class Run(Generic[Prepared]):
+    """What belongs to one run of a stage, and not to the model.
+
+    `steps` and `per_epoch` are those of its plan; `data` is what it sees (without the rows that were held out); `prepared` is
+    what its `prepare` returned, of a type of its own; `before` are the named tensors that the stage before left (its `kept`);
+    `starts` are weights to start at, stacked, where `fit(init=…)` gave an earlier posterior; `compile` is the caller's wish.
+    """
+
+    data: Data
+    seed: int = 0
+    steps: int = 1
+    per_epoch: int = 0
+    prepared: Prepared = None  # type: ignore[assignment]
+    before: Weights = dataclasses.field(default_factory=dict)
+    starts: Weights | None = None
+    compile: Literal["auto"] | bool = "auto"
+
+    @classmethod
+    def alone(cls, stage: Stage, model: Model, data: Data, seed: int = 0, **settings: Any) -> Run[Any]:
+        """The run of a stage outside of the engine, prepared: for single steps, tests and densities of one's own."""
+        plan = stage.plan(data.num_data)
+        run: Run[Any] = cls(data, seed, plan.steps, plan.per_epoch, **settings)
+        return dataclasses.replace(run, prepared=stage.prepare(model, run))
+
+    def batches(self, batch: Batch) -> int:
+        """How many batches of this size make up an epoch."""
+        return self.per_epoch or -(-self.data.num_data // num_rows(batch.x))
+
+
+class Fitted(NamedTuple):
+    """What a run leaves: the last state, kept draws, history per epoch, how it was run.
+
+    `left` are the named tensors that the last stage left, for methods of several stages; `stages` has (name, steps, seconds) of
+    each; `mode` is how the steps of the first were run.
+    """
+
+    state: Any
+    draws: DrawStore | None
+    history: dict[str, list[float]]
+    steps: int
+    seconds: float
+    mode: str
+    interrupted: bool = False
+    left: Weights = {}  # noqa: RUF012  never written to
+    stages: tuple[tuple[str, int, float], ...] = ()
+
+
+class Stage:
+    """One verb of a run. `start` and `step` are pure: states are trees of tensors, and randomness comes from the key.
+
+    A step may reuse the buffers of the state that it was given. One with several `members` advances all of them, stacked on the
+    leading axis of its state, and also has `looped_step`, for networks that vmap cannot stack.
+    """
+
+    traits: ClassVar[Traits] = Traits()
+    members: ClassVar[int | None] = None
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        """Steps, batch size and keep rule for this many data; `per_epoch` is given where a loader decides it."""
+        raise NotImplementedError
+
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        """What there is to find out (or to refuse) about network and data before the first step; it becomes `run.prepared`.
+
+        Of a *sample* stage this may have a `mode`: how its kernels run.
+        """
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
+        """The starting state."""
+        raise NotImplementedError
+
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        """The next state, and numbers to log."""
+        raise NotImplementedError
+
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        """The draws that a state stands for, weights and buffers with a leading axis of draws; empty: none are kept.
+
+        Of a stage that is not the last: the named tensors that the next one starts from.
+        """
+        return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
+
+    def finished(self, state: Any) -> bool:
+        """Whether the stage is over before its planned steps."""
+        return False
+
+    def caption(self, state: Any) -> str | None:
+        """What the progress bar says of the state; None: the first of the logged terms."""
+        return None
+
+
+class Method(Stage):
+    """An inference method: its fields are its hyper-parameters; subclasses are frozen dataclasses with a `name`.
+
+    A method of one stage defines `plan`, `start`, `step` (and `prepare`, `kept`, … where it must); one of several defines
+    `stages` instead. `posterior` builds the result from what the run left, at once: whatever takes time is a stage.
     """
 
     name: ClassVar[str] = ""
-    traits: ClassVar[Traits] = Traits()
-    verb: ClassVar[Literal["iterate", "sample"]] = "iterate"
-    members: ClassVar[int | None] = None
-    keeps_draws: ClassVar[bool] = True
-    divisible: ClassVar[bool] = True  # whether its batches can be divided among ranks: gradients come from `model.gradient`
-    kernels: ClassVar[bool] = False  # whether parts of the step are compiled, and not the step as a whole
-    shares_batches: ClassVar[bool] = False  # whether all members see the same batches
-    shaping: ClassVar[tuple[str, ...]] = ()  # numbers among its settings that are used before the first step
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
         if cls.__dict__.get("name"):
             registry[cls.name] = cls
 
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """Steps, batch size and keep rule for this many data; `per_epoch` is given where a loader decides it."""
+    def stages(self) -> Sequence[Stage]:
+        """What the engine runs, in order; each starts from what the one before left."""
+        return (self,)
+
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+        """The result; `model` and `run` are those of the last stage."""
         raise NotImplementedError
-
-    def prepare(self, model: Model, data: Data) -> Model:  # noqa: ARG002
-        """The model of the run, where the data have a say in it."""
-        return model
-
-    def start(self, model: Model, key: Tensor) -> Any:
-        """The starting state."""
-        raise NotImplementedError
-
-    def step(self, model: Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """One pure step."""
-        raise NotImplementedError
-
-    def kept(self, model: Model, state: Any) -> Weights:  # noqa: ARG002
-        """The draws that a state stands for, weights and buffers with a leading axis of draws; empty: none are kept."""
-        return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
-
-    def finished(self, state: Any) -> bool:  # noqa: ARG002
-        """Whether the run is over before its planned steps."""
-        return False
-
-    def caption(self, state: Any) -> str | None:  # noqa: ARG002
-        """What the progress bar says of the state; None: the first of the logged terms."""
-        return None
-
-    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:  # noqa: ARG002
-        """Of methods with `kernels`: the model with its kernels compiled as `fit(compile=wish)` asks, and the mode they run in."""
-        return model, "eager"
-
-    def held_out(self, model: Model, state: Any, batch: Batch) -> Tensor:
-        """The summed log-likelihood of held-out examples, times their weights, under the current state."""
-        each = model.log_likelihood({**state.weights, **state.buffers}, batch)
-        return (each if batch.weight is None else each * batch.weight).sum()
-
-    def validated(self, state: Any, value: Tensor) -> tuple[Any, Tensor]:  # noqa: ARG002
-        """Take note of a held-out log-likelihood: the new state, and for how many checks it has not improved."""
-        raise ValueError(f"{type(self).__name__} does not stop early; leave patience unset")
-
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
-        """The result."""
-        raise NotImplementedError
-
-    # What the conformance suite asks
-
-    tolerance: ClassVar[float] = 0.02
 
     @classmethod
     def conforming(cls) -> Method:
         """Settings under which the conformance suite runs this method: right answers on small problems, in seconds."""
         return cls()
 
-    def quick(self) -> Method:
-        """The same method in a much shorter run, for the checks that do not look at the law."""
-        if any(f.name == "epochs" for f in dataclasses.fields(self)):  # type: ignore[arg-type]
-            return dataclasses.replace(self, epochs=min(self.epochs or 20, 20))  # type: ignore[attr-defined,type-var]
-        return self
-
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        """The mean and covariance of the weights that this method should find on the linear-Gaussian problem.
-
-        Exact unless overridden; `tolerance` is the relative error allowed on top of Monte Carlo error.
-        """
+        """The mean and covariance of the weights that it should find on the linear-Gaussian problem; exact unless overridden."""
         return problem.posterior()
 
-    @classmethod
-    def summary(cls) -> str:
-        """The first sentence of the docstring that is not a formula."""
-        for block in (cls.__doc__ or "").split("\n\n"):
-            text = " ".join(block.split())
-            if text and text.endswith("."):
-                return text
-        return cls.__name__
+
+def summary(method: type[Method]) -> str:
+    """The first sentence of the docstring that is not a formula."""
+    for block in (method.__doc__ or "").split("\n\n"):
+        text = " ".join(block.split())
+        if text and text.endswith("."):
+            return text
+    return method.__name__
 
 
 DEFAULT_EPOCHS, DEFAULT_STEPS = 200, 2000

@@ -29,9 +29,10 @@ from plausible.core import random
 from plausible.core import weights as tree
 from plausible.core.data import StreamData
 from plausible.core.model import Model
+from plausible.core.weights import Weights
 from plausible.engine import gathering
 from plausible.engine.checkpoint import Checkpoint, Resumed, differences
-from plausible.engine.method import Method, Plan
+from plausible.engine.method import Method, Plan, Run
 from plausible.engine.policy import Mode
 from plausible.engine.source import Source
 
@@ -114,9 +115,14 @@ class Team:
         """Where this rank writes its own."""
         return checkpoint
 
-    def agree(self, model: Model, identity: Mapping[str, Any]) -> Model:  # noqa: ARG002
+    def agree(
+        self,
+        model: Model,
+        starts: Weights | None,
+        identity: Mapping[str, Any],  # noqa: ARG002
+    ) -> tuple[Model, Weights | None]:
         """Make sure that all ranks were asked for the same, and start from the same weights."""
-        return model
+        return model, starts
 
     def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
         """Before the first step: where to resume."""
@@ -126,7 +132,7 @@ class Team:
         """Between segments: how far to go next."""
         return count_votes([vote])
 
-    def gather(self, method: Method, model: Model, fitted: Any) -> Any:  # noqa: ARG002
+    def gather(self, method: Method, model: Model, run: Run[Any], fitted: Any) -> Any:  # noqa: ARG002
         """What all ranks have left, together."""
         return fitted
 
@@ -187,9 +193,9 @@ class Ranks(Team):
         """Votes are exchanged; every rank draws the same conclusion."""
         return count_votes(self._votes(vote))
 
-    def agree(self, model: Model, identity: Mapping[str, Any]) -> Model:
+    def agree(self, model: Model, starts: Weights | None, identity: Mapping[str, Any]) -> tuple[Model, Weights | None]:
         """Refuse ranks that were asked for different things; send the weights of rank 0 to all."""
-        own = {name: identity[name] for name in AGREED} | {"init": model.initial_draws is not None}
+        own = {name: identity[name] for name in AGREED} | {"init": starts is not None}
         others = self.exchange(own)
         for rank, other in enumerate(others):
             if found := differences(others[0], other):
@@ -203,12 +209,12 @@ class Ranks(Team):
         with torch.no_grad():
             for value in (*model.network.parameters(), *model.network.buffers()):
                 value.copy_(self.send(0, value))
-        receive = lambda value: self.send(0, value)  # noqa: E731
-        return model._replace(
-            initial=tree.tree_map(receive, model.initial),
-            buffers=tree.tree_map(receive, model.buffers),
-            initial_draws=None if model.initial_draws is None else tree.tree_map(receive, model.initial_draws),
-        )
+
+        def receive(value: Tensor) -> Tensor:
+            return self.send(0, value)
+
+        model = replace(model, initial=tree.tree_map(receive, model.initial), buffers=tree.tree_map(receive, model.buffers))
+        return model, None if starts is None else tree.tree_map(receive, starts)
 
     def send(self, rank: int, value: Tensor) -> Tensor:
         """The value that this rank has, sent to all, whose own only says the shape and type: a new tensor on its device."""
@@ -249,9 +255,9 @@ class Ranks(Team):
         self._folder = folder / f"rank-{self.rank}"
         return replace(checkpoint, path=self._folder)
 
-    def gather(self, method: Method, model: Model, fitted: Any) -> Any:
+    def gather(self, method: Method, model: Model, run: Run[Any], fitted: Any) -> Any:
         """See `plausible.engine.gathering`."""
-        return gathering.gather(self, method, model, fitted, self._folder)
+        return gathering.gather(self, method, model, run, fitted, self._folder)
 
 
 class SplitMembers(Ranks):

@@ -15,11 +15,12 @@ from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.transforms import compiled as compiled_function
 from plausible.core.weights import clone, copy_into
+from plausible.engine.method import Run
 from plausible.engine.policy import Mode, has_compiler
 from plausible.engine.source import Source
 
 log = logging.getLogger("plausible")
-Step = Callable[[Model, Any, Batch], tuple[Any, dict[str, Tensor]]]
+Step = Callable[[Model, Run[Any], Any, Batch], tuple[Any, dict[str, Tensor]]]
 Info = dict[str, Tensor]
 
 
@@ -36,15 +37,15 @@ class Stepper(Protocol):
 class Eager:
     """The step as it stands."""
 
-    def __init__(self, step: Step, model: Model, state: Any, source: Source):
-        self.step, self.model, self.state, self.source = step, model, state, source
+    def __init__(self, step: Step, model: Model, run: Run[Any], state: Any, source: Source):
+        self.step, self.model, self.run, self.state, self.source = step, model, run, state, source
 
     def advance(self, first: int, count: int, after: Callable[[int], bool]) -> list[Info]:
         """Run the steps one by one."""
         infos = []
         with random.use_compiled(False), torch.no_grad():
             for number, batch in enumerate(self.source.batches(first, count), start=first + 1):
-                self.state, info = self.step(self.model, self.state, batch)
+                self.state, info = self.step(self.model, self.run, self.state, batch)
                 infos.append(info)
                 if after(number):
                     break
@@ -54,12 +55,12 @@ class Eager:
 class Compiled:
     """The whole step as one graph: gather the batch, forward, backward, update, write the new state into the old buffers."""
 
-    def __init__(self, step: Step, model: Model, state: Any, source: Source):
+    def __init__(self, step: Step, model: Model, run: Run[Any], state: Any, source: Source):
         self.state, self.source = state, source
 
         def whole(state: Any, batch_or_rows: Any) -> Info:
             batch = batch_or_rows if isinstance(batch_or_rows, Batch) else source.data.rows(batch_or_rows)
-            new, info = step(model, state, batch)
+            new, info = step(model, run, state, batch)
             copy_into(state, new)
             return info
 
@@ -86,7 +87,7 @@ class Captured:
 
     LENGTH = 256
 
-    def __init__(self, step: Step, model: Model, state: Any, source: Source, *, compiled: bool):
+    def __init__(self, step: Step, model: Model, run: Run[Any], state: Any, source: Source, *, compiled: bool):
         if not isinstance(source.data, ArrayData):
             raise TypeError("only resident data can be captured")
         self.state, self.source = state, source
@@ -98,14 +99,14 @@ class Captured:
         generator = torch.cuda.get_rng_state(device)
         first = everything if self.indices is None else source.data.rows(self.indices[0])
         with torch.no_grad():
-            _, info = step(model, probe, first)
+            _, info = step(model, run, probe, first)
         self.terms = list(info)
         self.log = {name: torch.zeros((self.LENGTH, *v.shape), dtype=v.dtype, device=device) for name, v in info.items()}
 
         def whole(state: Any, cursor: Tensor, indices: Tensor | None, entries: Info) -> None:
             where = cursor.view(1)
             batch = everything if indices is None else source.data.rows(indices.index_select(0, where).squeeze(0))
-            new, info = step(model, state, batch)
+            new, info = step(model, run, state, batch)
             copy_into(state, new)
             for name, value in info.items():
                 entries[name].index_copy_(0, where, value.unsqueeze(0))
@@ -139,16 +140,16 @@ class Captured:
         return [{name: value[i] for name, value in logged.items()} for i in range(count)]
 
 
-def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tuple[Stepper, Mode]:
+def make(mode: Mode, step: Step, model: Model, run: Run[Any], state: Any, source: Source) -> tuple[Stepper, Mode]:
     """A stepper for this mode, or an eager one, said once, where compiling or capturing is not possible."""
     if mode == "eager":
-        return Eager(step, model, state, source), "eager"
-    device = next(iter(model.initial.values())).device
+        return Eager(step, model, run, state, source), "eager"
+    device = model.device
     if "compiled" in mode and not has_compiler(device):
         log.warning("no C++ compiler found: steps run uncompiled")
         mode = "captured" if "captured" in mode else "eager"
     if mode == "eager":
-        return Eager(step, model, state, source), "eager"
+        return Eager(step, model, run, state, source), "eager"
     snapshot = clone(state)
     generators = torch.get_rng_state()
     quiet = warnings.catch_warnings()
@@ -156,8 +157,8 @@ def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tu
     warnings.filterwarnings("ignore", message=".*TensorFloat32 tensor cores.*")
     try:
         if "captured" in mode and not isinstance(source.data, StreamData):
-            return Captured(step, model, state, source, compiled="compiled" in mode), mode
-        compiled = Compiled(step, model, state, source)
+            return Captured(step, model, run, state, source, compiled="compiled" in mode), mode
+        compiled = Compiled(step, model, run, state, source)
         compiled.advance(0, 1, lambda _: False)  # compile now, on a state that is put back
         return compiled, "compiled"
     except Exception as error:
@@ -166,7 +167,7 @@ def make(mode: Mode, step: Step, model: Model, state: Any, source: Source) -> tu
             "this step could not be %s (%s): it runs eagerly", "captured" if "captured" in mode else "compiled", reason[:200]
         )
         log.debug("the reason in full", exc_info=True)
-        return Eager(step, model, snapshot, source), "eager"
+        return Eager(step, model, run, snapshot, source), "eager"
     finally:
         quiet.__exit__(None, None, None)
         if "captured" not in mode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from plausible.core.data import Data
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore, MemoryDraws
 from plausible.core.weights import Weights
-from plausible.engine.method import Method, Plan
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.base import DrawsPosterior, _check_draws, record_of
 
 if TYPE_CHECKING:
-    from plausible.engine import Fitted
     from plausible.engine.loop import Callback
 
 PREFIX = "chain."  # what names of statistics begin with
@@ -114,15 +113,15 @@ class ChainsPosterior(DrawsPosterior):
         self.seed = 0
 
     @classmethod
-    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> ChainsPosterior:
+    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> ChainsPosterior:  # type: ignore[override]
         """From what a run left."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended during warm-up")
         state = [leaf.detach().clone() for leaf in tree.tensors(fitted.state)]
-        run = {**record_of(fitted), "compile": fitted.mode != "eager"}
-        found = cls(method, model.with_prepared(None), run, fitted.draws, chains, state)
-        found.data, found.seed = fitted.prepared.data, fitted.prepared.model.seed
-        return found
+        record = {**record_of(fitted), "compile": fitted.mode != "eager"}
+        posterior = cls(method, model, record, fitted.draws, chains, state)
+        posterior.data, posterior.seed = run.data, run.seed
+        return posterior
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -253,9 +252,7 @@ class _Continued(Method):
     state: list[Tensor]
     more: int
 
-    verb = "sample"
-    kernels = True
-    divisible = False
+    traits: ClassVar[Traits] = Traits(verb="sample", divisible=False)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
         """`more` draws, the first after what is missing to it where the run was stopped between two."""
@@ -263,17 +260,12 @@ class _Continued(Method):
         since = (int(self.state[-1]) - plan.burn_in) % plan.thin  # a state ends with the number of its transitions
         return Plan(steps=self.more * plan.thin - since, per_epoch=1, batch_size=None, burn_in=-since, thin=plan.thin)
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """As the sampler."""
-        return self.method.prepare(model, data)
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        return self.method.prepare(model, run)
 
-    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
-        """As the sampler."""
-        return self.method.compiled(model, wish)
-
-    def start(self, model: Model, key: Tensor) -> Any:
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
         """The state that was left."""
-        fresh = self.method.start(model, key)
+        fresh = self.method.start(model, run, key)
         leaves = tree.tensors(fresh)
         if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self.state]:
             raise ValueError("the state of these chains does not fit this network and method: it belongs to another run")
@@ -281,18 +273,15 @@ class _Continued(Method):
             leaf.copy_(value)
         return fresh
 
-    def step(self, model: Model, state: Any, batch: Any) -> Any:
-        """That of the sampler."""
-        return self.method.step(model, state, batch)
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Any) -> Any:
+        return self.method.step(model, run, state, batch)
 
-    def kept(self, model: Model, state: Any) -> Weights:
-        """As the sampler."""
-        return self.method.kept(model, state)
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        return self.method.kept(model, run, state)
 
     def caption(self, state: Any) -> str | None:
-        """As the sampler."""
         return self.method.caption(state)
 
-    def posterior(self, model: Model, fitted: Fitted) -> ChainsPosterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> ChainsPosterior:
         """Of the new draws alone."""
-        return self.method.posterior(model, fitted)
+        return self.method.posterior(model, run, fitted)

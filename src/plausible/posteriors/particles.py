@@ -15,7 +15,7 @@ from plausible.posteriors.base import DrawsPosterior, record_of
 from plausible.posteriors.chains import ChainsPosterior
 
 if TYPE_CHECKING:
-    from plausible.engine import Fitted
+    from plausible.engine.method import Fitted, Run
     from plausible.methods.chains.annealed import Annealed
 
 
@@ -41,7 +41,7 @@ class ParticlesPosterior(DrawsPosterior):
             "history": {n: values[:count] for n, values in fitted.history.items()},
             "annealing": dict(zip(method.traced, fitted.state.trace[:count].T.tolist())),
         }
-        found = cls(method, model.with_prepared(None), run, fitted.draws)
+        found = cls(method, model, run, fitted.draws)
         if math.isfinite(value):
             found.log_evidence = value
             found.run["log_evidence_error"] = error
@@ -87,9 +87,9 @@ class ReplicasPosterior(ChainsPosterior):
     kind = "replicas"
 
     @classmethod
-    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> ReplicasPosterior:
+    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> ReplicasPosterior:
         """From what a run left."""
-        found = super().of(method, model, fitted, chains)
+        found = super().of(method, model, run, fitted, chains)
         assert isinstance(found, ReplicasPosterior)
         own = fitted.state.adaptation
         value, error = log_ratio(own.bridges)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.refinement import Slope, log_initial, refine, slope_of_draws
-from plausible.core import random, storage
+from plausible.blocks.refinement import Guess, Slopes, refined_group
+from plausible.core import storage
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, Batch, Data, StreamData, as_data
+from plausible.core.data import ArrayData, as_data
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore, MemoryDraws
 from plausible.core.weights import Weights
@@ -26,18 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plausible")
 
-ROWS = 2**15
-"""Draws × examples that are evaluated at once."""
-
-
-class Guess(NamedTuple):
-    """q₀ = Π N(means, scales²) by name, and the sampler: step size ε in units of the scales, refinements, leapfrog steps."""
-
-    means: Weights
-    scales: Weights
-    step_size: float
-    refinements: int
-    leapfrog: int
+MEAN, SPREAD, LOG_WEIGHTS, STEP_SIZE, WHOLE = "q0 mean of ", "q0 scale of ", "log W", "q0 step size", "on all data"
+"""Names of what a run leaves beside the draws."""
 
 
 class RefinedPosterior(DrawsPosterior):
@@ -63,23 +53,18 @@ class RefinedPosterior(DrawsPosterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> RefinedPosterior:  # noqa: ARG003
-        """Refine draws from the last state of a run, on the data that it saw."""
-        state, data = fitted.state, fitted.prepared
-        means = {name: state.weights[name].detach().clone() for name in model.random}
-        scales = {name: state.log_scales[name].detach().exp() for name in model.random}
-        fixed = {name: state.weights[name].detach().clone() for name in model.points}
-        fixed |= {name: value.detach().clone() for name, value in state.buffers.items()}
-        guess = Guess(means, scales, float(state.log_step_size.exp()), method.refinements, method.trajectory)
-        high, low = state.key.tolist()
-        size = None if isinstance(data, StreamData) else method.plan(data.num_data).batch_size
-        whole = isinstance(data, ArrayData) and size in (None, data.num_data)
-        slopes = _Slopes(model, fixed, data, whole=whole, size=size)
-        drawn, weights = _refined(guess, slopes, method.draws_kept, (high << 32) + low, further=method.further)
-        count = len(next(iter(drawn.values())))
-        everything = drawn | {name: value.expand(count, *value.shape).clone() for name, value in fixed.items()}
-        ordered = {name: everything[name] for name in (*model.initial, *model.buffers)}
-        posterior = cls(method, model, record_of(fitted), MemoryDraws(ordered), guess, weights if whole else None)
-        posterior.log_evidence = _log_mean(weights) - _log_prior_of_points(model, fixed) if whole else None
+        """From the draws that a run left; those that the sampler sent to infinity are left out, with a warning."""
+        left = fitted.left
+        means, scales = ({n: left[f"{part}{n}"][0] for n in model.random} for part in (MEAN, SPREAD))
+        guess = Guess(means, scales, float(left[STEP_SIZE]), method.refinements, method.trajectory)
+        names = (*model.initial, *model.buffers)
+        drawn, log_weights = _finite({name: left[name] for name in names}, left[LOG_WEIGHTS].cpu(), model.random)
+        whole = bool(left[WHOLE])
+        drawn = {name: value.contiguous() for name, value in drawn.items()}
+        posterior = cls(method, model, record_of(fitted), MemoryDraws(drawn), guess, log_weights if whole else None)
+        if whole:
+            fixed = {name: left[name][0] for name in model.points}
+            posterior.log_evidence = _log_mean(log_weights) - _log_prior_of_points(model, fixed)
         return posterior
 
     def importance_weighted_bound(self, data: Any, samples: int = 100, seed: int = 0) -> float:
@@ -100,8 +85,11 @@ class RefinedPosterior(DrawsPosterior):
             given = replace(given, check=check)
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
-        found = _refined(self.guess, _Slopes(model, fixed, given, whole=True), samples, seed)[1]
-        return _log_mean(found) - _log_prior_of_points(model, fixed)
+        slopes = Slopes(model, fixed, given, whole=True)
+        size = slopes.group(samples, tree.num_elements(self.guess.means))
+        sizes = [min(size, samples - start) for start in range(0, samples, size)]
+        parts = [refined_group(self.guess, slopes, count, seed, number)[1] for number, count in enumerate(sizes)]
+        return _log_mean(torch.cat(parts)) - _log_prior_of_points(model, fixed)
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """Those of stored draws, with `importance_ess`, (ΣW)²/ΣW²: near 1 where one draw outweighs all, and the bound is loose."""
@@ -144,83 +132,9 @@ class RefinedPosterior(DrawsPosterior):
         return cls(method, model, run, plain.store, guess, found.get("log_weights"))
 
 
-class _Slopes:
-    """Slopes for the draws of one group: on all data, or for each draw on a batch of its own."""
-
-    def __init__(self, model: Model, fixed: Weights, data: Data, *, whole: bool, size: int | None = None):
-        self.model, self.fixed, self.data, self.whole, self.size = model, fixed, data, whole, size
-        self._stream: Iterator[Batch] = iter(())
-
-    def group(self, draws: int, elements: int) -> int:
-        """How many draws to refine at once: one where a loader cuts the batches."""
-        if not self.whole and isinstance(self.data, StreamData):
-            return 1
-        rows = 1 if self.whole or self.size is None else self.size
-        return max(1, min(draws, 2**26 // max(1, elements), ROWS // rows))
-
-    def __call__(self, count: int, stream: torch.Generator) -> Slope:
-        if self.whole:
-            size = max(64, ROWS // count)
-            return slope_of_draws(self.model, self.fixed, lambda: self.data.chunks(size))
-        if isinstance(self.data, ArrayData):
-            rows = torch.randint(self.data.num_data, (count, self.size or 1), generator=stream)
-            batch = self.data.rows(rows.to(self.data.batch.y.device))
-        else:
-            batch = tree.tree_map(lambda part: part.unsqueeze(0), self._next())
-        return slope_of_draws(self.model, self.fixed, lambda: [batch], own=True)
-
-    def _next(self) -> Batch:
-        assert isinstance(self.data, StreamData)
-        batch = next(self._stream, None)
-        if batch is None:
-            self._stream = self.data.passes()
-            batch = next(self._stream)
-        return batch
-
-
-@torch.no_grad()
-def _refined(guess: Guess, slopes: _Slopes, draws: int, seed: int, further: int = 0) -> tuple[Weights, Tensor]:
-    """Refined draws, stacked, and the log W of each.
-
-    Draws that the sampler sent to infinity are left out, with a warning; their log W is −∞ and stays.
-    """
-    first = next(iter(guess.means.values()))
-    step_size = torch.full((), guess.step_size, dtype=first.dtype, device=first.device)
-    groups, weights = [], []
-    size = slopes.group(draws, tree.num_elements(guess.means))
-    with random.isolated(seed, first.device):  # for networks that draw numbers themselves, and for loaders
-        for number, start in enumerate(range(0, draws, size)):
-            count, stream = min(size, draws - start), random.generator(seed, 13, number)
-
-            def normals(count: int = count, stream: torch.Generator = stream) -> Weights:
-                return {
-                    name: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)
-                    for name, mean in guess.means.items()
-                }
-
-            standard = normals()
-            current = {name: mean + guess.scales[name] * standard[name] for name, mean in guess.means.items()}
-            momenta = [normals() for _ in range(guess.refinements)]
-            end = refine(slopes(count, stream), current, guess.scales, momenta, step_size, guess.leapfrog)
-            weights.append((end.value + end.ratio - log_initial(standard, guess.scales, end.value)).cpu())
-            current, value = end.weights, end.value
-            for _ in range(further):
-                end = refine(slopes(count, stream), current, guess.scales, [normals()], step_size, guess.leapfrog)
-                level = torch.rand(count, generator=stream, dtype=torch.float64).log().to(value.device)
-                accept = level < end.value + end.ratio - value  # min{1, exp(H − H')}: a draw that is not finite stays
-                accept = accept if slopes.whole else torch.ones_like(accept)
-                value = torch.where(accept, end.value, value)
-                current = {
-                    name: torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
-                    for name, old in current.items()
-                }
-            groups.append(current)
-    return _finite(tree.concatenate(groups), torch.cat(weights))
-
-
-def _finite(drawn: Weights, weights: Tensor) -> tuple[Weights, Tensor]:
+def _finite(drawn: Weights, weights: Tensor, random: Iterable[str]) -> tuple[Weights, Tensor]:
     good = (
-        torch.stack([value.reshape(len(value), -1).isfinite().all(1) for value in drawn.values()]).all(0).cpu()
+        torch.stack([value.reshape(len(value), -1).isfinite().all(1) for value in (drawn[n] for n in random)]).all(0).cpu()
         & ~weights.isnan()
     )
     if bool(good.all()):

@@ -158,6 +158,7 @@ class ModelTarget(Target):
     stack the network, one after the other. Memory: `chunk` examples × chains at a time.
     """
 
+    mode = "eager"  # how its kernels run
     BUDGET = {"cpu": 2**28, "cuda": 2**32}  # noqa: RUF012  bytes of activations at a time
 
     def __init__(self, model: Model, data: Data, chains: int, chunk: int | None = None):

@@ -164,9 +164,11 @@ def _normalised(
     return scaled(x, Weight(inverse), Weight(-centre * inverse)), changed
 
 
-def model_network(model: Any, who: str, means: Weights, variances: Weights, buffers: Weights) -> Network:
-    """The network of a model with these weights."""
-    return Network(model.prepared or chain(model.network, who), means, variances, buffers, model.evaluated)
+def model_network(
+    model: Any, who: str, means: Weights, variances: Weights, buffers: Weights, layers: tuple[Layer, ...] | None = None
+) -> Network:
+    """The network of a model with these weights; `layers` where they are known."""
+    return Network(layers or chain(model.network, who), means, variances, buffers, model.evaluated)
 
 
 def check(model: Any, x: Any, who: str) -> tuple[Layer, ...]:

@@ -13,6 +13,7 @@ from plausible.blocks.chains.target import Target
 from plausible.blocks.chains.tempering import SPACINGS, Spacing, ladder, log_mean, relative_variance, systematic
 from plausible.core import random
 from plausible.core.serialise import register
+from plausible.engine.method import Run
 from plausible.methods.chains.annealed import Annealed
 from plausible.methods.chains.base import check_count
 
@@ -51,11 +52,11 @@ class AnnealedImportance(Annealed):
         """`temperatures`."""
         return self.temperatures
 
-    def next_beta(self, beta: float, count: int, log_likelihood: Tensor) -> float:  # noqa: ARG002
+    def next_beta(self, beta: float, count: int, log_likelihood: Tensor) -> float:
         """The next of the ladder."""
         return float(ladder(self.temperatures, self.spacing)[count + 1])
 
-    def resamples(self, share: float, beta: float) -> bool:  # noqa: ARG002
+    def resamples(self, share: float, beta: float) -> bool:
         """Never."""
         return False
 
@@ -78,14 +79,8 @@ class AnnealedImportance(Annealed):
                 f"AnnealedImportance: posterior has {len(posterior):,} draws, and particles and pilots start at {self.rows:,}: "
                 "posterior.extend(…), or take fewer"
             )
-        model = posterior.model._replace(initial_draws=None).for_run(num_data=data.num_data, steps=self.longest, seed=seed)
-        model, _ = self.compiled(self.prepare(model, data), "auto")
-        target = self.target(model)
+        target = Run.alone(self, replace(posterior.model, num_data=data.num_data), data, seed).prepared
         return descend(self, target, target.flatten(posterior.weights(self.rows, seed)), seed)
-
-    def quick(self) -> AnnealedImportance:
-        """Few particles, few temperatures."""
-        return replace(super().quick(), temperatures=min(self.temperatures, 8))
 
     @classmethod
     def conforming(cls) -> AnnealedImportance:

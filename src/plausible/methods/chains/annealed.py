@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.weights import Weights
-from plausible.engine.method import Method, Plan, Traits
-from plausible.methods.chains.base import check_count, check_function
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.methods.chains.base import check_count, check_function, fastest
 from plausible.posteriors.particles import ParticlesPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-    from plausible.engine import Fitted
+    from plausible.core.data import Batch
 
 TRACED = ("temperature", "ess", "acceptance", "step_size", "leapfrogs", "error")
 """What is noted of each temperature; `error` is the relative standard error of the evidence so far."""
@@ -76,10 +75,7 @@ class Annealed(Method):
     leapfrogs: int = 16
     target_acceptance: float = 0.8
 
-    verb: ClassVar[Literal["iterate", "sample"]] = "sample"
-    traits: ClassVar[Traits] = Traits(exact=True, chaotic=True, noisy=True, mixed_precision=False)
-    divisible: ClassVar[bool] = False
-    kernels: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(verb="sample", divisible=False, noisy=True, mixed_precision=False)
     traced: ClassVar[tuple[str, ...]] = TRACED
 
     def __post_init__(self) -> None:
@@ -117,46 +113,35 @@ class Annealed(Method):
         """Positions that move together."""
         return self.particles + self.pilots
 
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """One temperature a step, over all data; the particles are kept at the end."""
-        return Plan(steps=self.longest, per_epoch=1, batch_size=None)
+        return Plan(steps=self.longest, per_epoch=1, batch_size=None, unit="temperatures")
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """The model with its target, where it has a prior to start from."""
+    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+        """The density, where there is a prior to start from, in the fastest form that pays for so many moves."""
         who = type(self).__name__
         if improper := [name for name in model.random if not model.prior.rule(name).proper]:
             raise ValueError(
                 f"{who}: prior of {', '.join(improper)} is improper, so that it has no draws to start from and no evidence; choose "
                 "a proper one, such as priors.Gaussian(scale=1.0)"
             )
-        if model.initial_draws is not None:
+        if run.starts is not None:
             raise ValueError(f"{who}: init= is of no use, particles start at draws from the prior; leave it out")
         if not isinstance(model.temperature, Tensor) and model.temperature != 1.0:
             raise ValueError(
                 f"{who}: the model must have temperature 1, whose prior can be drawn from, got {model.temperature}"
             )
-        return model.with_prepared(ModelTarget(model, data, self.rows))
+        return fastest(ModelTarget(model, run.data, self.rows), run, self.longest * self.moves * self.leapfrogs)
 
-    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
-        """The model with the fastest form of its target that pays for this many moves."""
-        from plausible.blocks.chains.compiled import faster
-
-        found, mode = faster(self.target(model), wish, self.longest * self.moves * self.leapfrogs)
-        return model.with_prepared(found), mode
-
-    def target(self, model: Model) -> ModelTarget:
-        """The density that `prepare` made."""
-        return model.prepared
-
-    def start(self, model: Model, key: Tensor) -> AnnealedState:
+    def start(self, model: Model, run: Run[ModelTarget], key: Tensor) -> AnnealedState:
         """Draws from the prior, given the weights that do not move."""
-        target = self.target(model)
+        target = run.prepared
         require_memory(
             8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
             key.device,
             f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
         )
-        stream, like = random.generator(model.seed, 6), {name: model.initial[name] for name in model.random}
+        stream, like = random.generator(run.seed, 6), {name: model.initial[name] for name in model.random}
         if not model.points or model.prior.independent:
             drawn = model.prior.sample(like, stream, self.rows)
         else:
@@ -191,9 +176,11 @@ class Annealed(Method):
             torch.zeros((), dtype=torch.int64, device=key.device),
         )
 
-    def step(self, model: Model, state: AnnealedState, batch: Batch) -> tuple[AnnealedState, dict[str, Tensor]]:  # noqa: ARG002
+    def step(
+        self, model: Model, run: Run[ModelTarget], state: AnnealedState, batch: Batch
+    ) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
-        return self.advanced(self.target(model), state)
+        return self.advanced(run.prepared, state)
 
     def advanced(self, target: Target, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature over any target."""
@@ -284,10 +271,10 @@ class Annealed(Method):
         """At the posterior."""
         return float(state.beta) >= 1
 
-    def kept(self, model: Model, state: AnnealedState) -> Weights:
+    def kept(self, model: Model, run: Run[ModelTarget], state: AnnealedState) -> Weights:
         """As many draws as particles, equally weighted: resampled by what weights there are."""
-        target = self.target(model)
-        offset = float(torch.rand((), generator=random.generator(model.seed, 8), dtype=torch.float32))
+        target = run.prepared
+        offset = float(torch.rand((), generator=random.generator(run.seed, 8), dtype=torch.float32))
         rest = {name: value.expand(self.particles, *value.shape) for name, value in target.rest.items()}
         return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}
 
@@ -305,7 +292,7 @@ class Annealed(Method):
         value = float(state.log_evidence + log_mean(state.log_weights))
         return value, float(state.trace[int(state.passed) - 1, TRACED.index("error")])
 
-    def posterior(self, model: Model, fitted: Fitted) -> ParticlesPosterior:
+    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> ParticlesPosterior:
         """The particles, with the evidence and what happened on the way."""
         if fitted.interrupted and not self.finished(fitted.state):
             raise KeyboardInterrupt(
@@ -313,10 +300,6 @@ class Annealed(Method):
                 "checkpoint= a run goes on where it stopped"
             )
         return ParticlesPosterior.of(self, model, fitted)
-
-    def quick(self) -> Self:
-        """Few particles."""
-        return replace(self, particles=min(self.particles, 24), moves=1, pilots=min(self.pilots, 8), leapfrogs=4)
 
 
 def anneal(method: Annealed, target: Target, position: Tensor, seed: int = 0) -> AnnealedState:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.chains.adaptation import Slope
+from plausible.blocks.chains.compiled import faster
 from plausible.blocks.chains.gibbs import Hierarchy
 from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.weights import Weights, index, stack
-from plausible.engine.method import Method, Plan, Traits
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.base import Posterior
-from plausible.posteriors.chains import PREFIX
+from plausible.posteriors.chains import PREFIX, ChainsPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-    from plausible.engine import Fitted
+    from plausible.core.data import Batch
 
 log = logging.getLogger("plausible")
 
@@ -89,11 +89,8 @@ class Chains(Method):
     thin: int = 1
     init: Literal["fresh", "prior", "given"] = "fresh"
 
-    verb: ClassVar[Literal["iterate", "sample"]] = "sample"
-    traits: ClassVar[Traits] = Traits(exact=True, chaotic=True, noisy=True, mixed_precision=False)
-    divisible: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(verb="sample", divisible=False, noisy=True, mixed_precision=False)
     slopes: ClassVar[Slope] = "none"  # whether diagonal masses come from gradients too
-    kernels: ClassVar[bool] = True  # the target is compiled, and not the step
     precisions_move: ClassVar[bool] = True  # whether `state.precisions` may change from one transition to the next
 
     def __post_init__(self) -> None:
@@ -119,7 +116,7 @@ class Chains(Method):
         """All chains moved once. `state.step` counts transitions from 0; below `warmup` the kernel may adapt."""
         raise NotImplementedError
 
-    def bind(self, target: Target, state: ChainState) -> Target:  # noqa: ARG002
+    def bind(self, target: Target, state: ChainState) -> Target:
         """The density of this state's chains, where it depends on the state: powers of the likelihood, say."""
         return target
 
@@ -130,43 +127,32 @@ class Chains(Method):
     # -----------------------------------------------------------------------------------------------------------------
     # What the engine asks for
 
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """One transition a step, over all data; history has at most some 1,000 entries."""
         steps = self.warmup + self.draws * self.thin
-        return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin)
+        return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin, unit="transitions")
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """The model with its target."""
-        target = ModelTarget(model, data, self.rows)
+    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+        """The density, in the fastest form that pays for so many transitions."""
+        target = ModelTarget(model, run.data, self.rows)
         if self.precisions_move:
             hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
             if hierarchy is not None and model.temperature != 1.0:
                 log.info("the model is tempered: precisions of the hierarchical prior are integrated out and not sampled")
                 hierarchy = None
             target.hierarchy = hierarchy
-        return model.with_prepared(target)
-
-    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
-        """The model with the fastest form of its target that pays for so many transitions."""
-        from plausible.blocks.chains.compiled import faster
-
         each = getattr(self, "leapfrogs", 2 ** min(getattr(self, "max_depth", 3), 6))
-        found, mode = faster(self.target(model), wish, self.plan(model.num_data).steps * each)
-        return model.with_prepared(found), mode
+        return fastest(target, run, self.plan(model.num_data).steps * each)
 
-    def target(self, model: Model) -> ModelTarget:
-        """The density that `prepare` made."""
-        return model.prepared
-
-    def start(self, model: Model, key: Tensor) -> ChainState:
+    def start(self, model: Model, run: Run[ModelTarget], key: Tensor) -> ChainState:
         """All chains at their starting points."""
-        target = self.target(model)
+        target = run.prepared
         require_memory(
             8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
             key.device,
             f"{type(self).__name__}: {self.rows:,} chains of {target.size:,} weights",
         )
-        position = target.flatten(starting_points(model, self.rows, self.init))
+        position = target.flatten(starting_points(model, run, self.rows, self.init))
         return self.started(target, position, key)
 
     def started(self, target: Target, position: Tensor, key: Tensor) -> ChainState:
@@ -202,9 +188,11 @@ class Chains(Method):
         bound = self.bind(target, state)
         return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
 
-    def step(self, model: Model, state: ChainState, batch: Batch) -> tuple[ChainState, dict[str, Tensor]]:  # noqa: ARG002
+    def step(
+        self, model: Model, run: Run[ModelTarget], state: ChainState, batch: Batch
+    ) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition of all chains; the target has the data."""
-        return self.advanced(self.target(model), state)
+        return self.advanced(run.prepared, state)
 
     def advanced(self, target: Target, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
@@ -235,9 +223,9 @@ class Chains(Method):
         beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
         return index(beside, slice(self.chains))
 
-    def kept(self, model: Model, state: ChainState) -> Weights:
+    def kept(self, model: Model, run: Run[ModelTarget], state: ChainState) -> Weights:
         """Weights, buffers, hyper-parameters and statistics of each chain, by name."""
-        target = self.target(model)
+        target = run.prepared
         named = {
             **target.named(state.position),
             **{PREFIX + name: value for name, value in self.about(state).items()},
@@ -256,17 +244,9 @@ class Chains(Method):
             parts.append(f"R̂ {ratio:.2f}")
         return ", ".join(parts)
 
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> Posterior:
         """The draws of all chains, with what is needed to go on."""
-        from plausible.posteriors.chains import ChainsPosterior
-
-        return ChainsPosterior.of(self, model, fitted, chains=self.chains)
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def quick(self) -> Self:
-        """Few draws of two chains."""
-        return replace(self, draws=min(self.draws, 12), warmup=min(self.warmup, 8), chains=min(self.chains, 2))
+        return ChainsPosterior.of(self, model, run, fitted, chains=self.chains)
 
 
 def check_count(who: str, setting: str, value: Any, least: int) -> None:
@@ -287,14 +267,14 @@ def check_function(who: str, target: Target, position: Tensor, log_likelihood: T
         )
 
 
-def starting_points(model: Model, count: int, init: str) -> Weights:
-    """Starting weights of all chains, on a leading axis: those of an earlier posterior, where the model brings them."""
-    if model.initial_draws is not None:
-        there = len(next(iter(model.initial_draws.values())))
-        return stack([index(model.initial_draws, c % there) for c in range(count)])
+def starting_points(model: Model, run: Run[Any], count: int, init: str) -> Weights:
+    """Starting weights of all chains, on a leading axis: those of an earlier posterior or stage, where there is one."""
+    if given := run.starts or run.before:
+        there = len(next(iter(given.values())))
+        return stack([index(given, c % there) for c in range(count)])
     if init == "given":
         return stack([model.initial] * count)
-    streams = [random.generator(model.seed, 5, c) for c in range(count)]
+    streams = [random.generator(run.seed, 5, c) for c in range(count)]
     return stack(
         [model.reinitialised(stream) if init == "fresh" else model.prior.sample(model.initial, stream) for stream in streams]
     )
@@ -315,3 +295,10 @@ def live_rhat(running: Running) -> float:
     within = float((running.squares / (count - 1)).mean())
     between = float(running.mean.var(unbiased=True))
     return math.sqrt((count - 1) / count + between / within) if within > 0 else math.nan
+
+
+def fastest(target: ModelTarget, run: Run[Any], gradients: int) -> ModelTarget:
+    """The form of a density that pays for about so many gradients; it says its `mode`."""
+    chosen, mode = faster(target, run.compile, gradients)
+    chosen.mode = mode
+    return chosen

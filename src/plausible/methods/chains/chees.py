@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Diagonal, Metric
 from plausible.blocks.chains.target import Evaluation, Point, Target
 from plausible.core.serialise import check_count, check_number, register
+from plausible.methods.chains.adapting import begin_adapting, check_adapting, chosen, divergent, energy, warmup_of
 from plausible.methods.chains.base import Chains, ChainState
-from plausible.methods.chains.hmc import begin_adapting, check_adapting, chosen, divergent, energy, warmup_of
 
 SPEED = 0.025  # of Adam over log T
 MEMORY = 0.95  # of Adam for squares of gradients; it has no momentum
@@ -108,10 +108,6 @@ class ChEES(Chains):
     def conforming(cls) -> ChEES:
         """Few draws of each."""
         return cls(draws=100, chains=32, warmup=60)
-
-    def quick(self) -> Self:
-        """Short trajectories of few draws."""
-        return replace(super().quick(), max_leapfrogs=min(self.max_leapfrogs, 4))
 
     def begin(self, target: Target, state: ChainState) -> ChainState:
         """A first step size common to all chains, unit masses, and trajectories of a few steps."""

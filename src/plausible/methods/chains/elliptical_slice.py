@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.core.serialise import register
+from plausible.engine.method import Run
 from plausible.methods.chains.base import Chains, ChainState
 
 if TYPE_CHECKING:
-    from plausible.core.data import Data
     from plausible.core.model import Model
 
 SHRINKAGES = 100  # after so many the bracket has closed: the chain stays where it is
@@ -45,10 +45,10 @@ class EllipticalSlice(Chains):
 
     name: ClassVar[str] = "elliptical-slice"
 
-    def prepare(self, model: Model, data: Data) -> Model:
+    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
         """Refuse priors that are not Gaussian before anything is computed."""
-        prepared = super().prepare(model, data)
-        if self.target(prepared).hierarchy is None and getattr(model.prior, "precision", None) is None:
+        prepared = super().prepare(model, run)
+        if prepared.hierarchy is None and getattr(model.prior, "precision", None) is None:
             gaussian_prior(model)
         return prepared
 

@@ -12,8 +12,8 @@ from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Kind
 from plausible.blocks.chains.target import Point, Target
 from plausible.core.serialise import register
+from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 from plausible.methods.chains.base import Chains, ChainState
-from plausible.methods.chains.hmc import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 
 
 @register

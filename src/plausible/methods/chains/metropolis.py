@@ -14,8 +14,8 @@ from plausible.blocks.chains.adaptation import Adaptation
 from plausible.blocks.chains.masses import Metric
 from plausible.blocks.chains.target import Point, Target
 from plausible.core.serialise import register
+from plausible.methods.chains.adapting import check_adapting, chosen, warmup_of
 from plausible.methods.chains.base import Chains, ChainState
-from plausible.methods.chains.hmc import check_adapting, chosen, warmup_of
 
 METRICS = ("diag", "dense", "unit")
 

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.methods.chains.base import ChainState
-from plausible.methods.chains.mclmc import MCLMC
-from plausible.methods.ensembles.ensemble import Ensemble
-from plausible.methods.points.map import MAP
+from plausible.engine.method import Run, Stage
+from plausible.methods.chains.microcanonical import Microcanonical
+from plausible.methods.ensembles.stacking import Stacked
+from plausible.methods.points.map import MAP, MAPState
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-
-log = logging.getLogger("plausible")
+    from plausible.core.data import Batch
 
 
 @register
 @dataclass(frozen=True)
-class MILE(MCLMC):
+class MILE(Microcanonical):
     """w_k(0) = argmax_w log p(w, D) by training, w_k(t) by microcanonical Langevin steps from there, k = 1 … chains
 
     A deep ensemble whose members each start a chain (Sommer et al. 2025, microcanonical Langevin ensembles).
@@ -66,54 +64,52 @@ class MILE(MCLMC):
             mode=MAP(epochs=40, batch_size=None, lr=0.05),
         )
 
-    def quick(self) -> Self:
-        """Short training too."""
-        return replace(super().quick(), mode=replace(self.mode, epochs=min(self.mode.epochs or 10, 10), batch_size=None))
+    def stages(self) -> tuple[Stage, ...]:
+        """The members are trained; then each starts a chain."""
+        return (Members(self.mode, self.chains, self.init), self)
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """Refuse what cannot be trained before the work begins."""
-        self.mode.plan(data.num_data)
-        return super().prepare(model, data)
 
-    def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
-        """As other chains; the training follows the same wish."""
-        found, mode = super().compiled(model, wish)
-        self.target(found).notes["training"] = wish
-        return found, mode
+class MembersState(NamedTuple):
+    """That of the members, stacked; `over` where there is nothing to train."""
 
-    def step(self, model: Model, state: ChainState, batch: Batch) -> tuple[ChainState, dict[str, Tensor]]:
-        """Before the first transition the members are trained: a run that is resumed later does not repeat it."""
-        if int(state.step) == 0 and model.initial_draws is None:
-            target = self.target(model)
-            state = self.started(target, target.flatten(self._trained(model)), state.key)
-        return super().step(model, state, batch)
+    weights: Weights
+    buffers: Weights
+    optimiser: Any
+    step: Tensor
+    over: Tensor
 
-    def _trained(self, model: Model) -> Weights:
-        """Weights of the members, stacked."""
-        from plausible import engine
-
-        target = self.target(model)
-        options = engine.Options(seed=model.seed, compile=target.notes.get("training", False), progress=False)
-        log.info("training %d members by %s", self.chains, self.mode)
-        members = _Members(self.mode, self.chains, self.init)
-        fitted = engine.run(members, model.with_prepared(None), target.data, options)
-        if fitted.interrupted:
-            raise KeyboardInterrupt("stopped while the members were trained, before the first draw")
-        return members.kept(model, fitted.state)
+    @property
+    def inner(self) -> MAPState:
+        return MAPState(self.weights, self.buffers, self.optimiser, self.step)
 
 
 @dataclass(frozen=True)
-class _Members(Ensemble):
-    """An ensemble in which weights that are no part of the posterior keep their values, as they do along chains."""
+class Members(Stacked):
+    """An ensemble in which weights that are no part of the posterior keep their values, as they do along chains.
 
-    def step(self, model: Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """All members at once."""
-        return self._held(model, *super().step(model, state, batch))
+    An earlier posterior (`fit(init=…)`) takes the place of the training: its draws are left as they are.
+    """
 
-    def looped_step(self, model: Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """One after the other."""
-        return self._held(model, *super().looped_step(model, state, batch))
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> MembersState:
+        given = torch.full((self.members,), run.starts is not None, device=key.device)
+        return MembersState(*super().start(model, run, key), given)
 
-    def _held(self, model: Model, new: Any, info: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, dict[str, Tensor]]:
+        return self._held(model, state, *super().step(model, run, state.inner, batch))
+
+    def looped_step(
+        self, model: Model, run: Run[Any], state: MembersState, batch: Batch
+    ) -> tuple[MembersState, dict[str, Tensor]]:
+        return self._held(model, state, *super().looped_step(model, run, state.inner, batch))
+
+    def _held(
+        self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]
+    ) -> tuple[MembersState, dict[str, Tensor]]:
         held = {name: model.initial[name].expand_as(new.weights[name]).clone() for name in model.points}
-        return new._replace(weights={**new.weights, **held}), info
+        return MembersState(*new._replace(weights={**new.weights, **held}), state.over), info
+
+    def finished(self, state: MembersState) -> bool:
+        return bool(state.over.all())
+
+    def kept(self, model: Model, run: Run[Any], state: MembersState) -> Weights:
+        return super().kept(model, run, state.inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -12,8 +12,8 @@ from plausible.blocks.chains.masses import Kind
 from plausible.blocks.chains.target import Point, Target
 from plausible.blocks.chains.trees import block_length, explore, width
 from plausible.core.serialise import register
+from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting
 from plausible.methods.chains.base import Chains, ChainState, check_count
-from plausible.methods.chains.hmc import adapted_after, begin_adapting, check_adapting
 
 EARLY_DEPTH = 8  # before the first masses are known trajectories are cut at 2⁸ − 1 leapfrogs: steps are still too small
 
@@ -94,7 +94,3 @@ class NUTS(Chains):
     def conforming(cls) -> Self:
         """Many short chains: as many effective draws in a fraction of the time."""
         return cls(draws=40, chains=50, warmup=60)
-
-    def quick(self) -> Self:
-        """Few draws of two chains, by short trajectories."""
-        return replace(super().quick(), max_depth=min(self.max_depth, 4))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.chains.adaptation import DualAveraging, Slopes, first_step, moments_for, windows
 from plausible.blocks.chains.masses import Diagonal
-from plausible.blocks.chains.target import Evaluation, Target
+from plausible.blocks.chains.target import Evaluation, ModelTarget, Target
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
 from plausible.core.model import Model
 from plausible.core.serialise import register
+from plausible.engine.method import Fitted, Run
 from plausible.methods.chains.base import Chains, ChainState, check_count
 from plausible.posteriors.particles import ReplicasPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Data
-    from plausible.engine import Fitted
 
 BLOCKS = 8
 """Stretches of the run that give the standard error of the evidence, of each chain."""
@@ -91,15 +88,15 @@ class ParallelTempering(Chains):
         """Replicas of all chains, those at the posterior first: row k · chains + c is that of chain c at the k-th power."""
         return self.chains * self.temperatures
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """The model with its target; a replica at the prior needs a proper one."""
+    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+        """The density; a replica at the prior needs a proper one."""
         improper = [name for name in model.random if not model.prior.rule(name).proper]
         if improper and self.hottest == 0:
             raise ValueError(
                 f"ParallelTempering: prior of {', '.join(improper)} is improper, so that no replica can stand at β = 0; choose a "
                 "proper one, or hottest=0.01, say"
             )
-        return super().prepare(model, data)
+        return super().prepare(model, run)
 
     def bind(self, target: Target, state: ChainState) -> Target:
         """The likelihood to each row's power."""
@@ -262,13 +259,9 @@ class ParallelTempering(Chains):
         rate = float((own.accepted / own.seen.clamp(min=1)).min())
         return f"{super().caption(seen)}, exchanges {rate:.2f}"
 
-    def posterior(self, model: Model, fitted: Fitted) -> ReplicasPosterior:
+    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> ReplicasPosterior:
         """The draws at β = 1, with the evidence."""
-        return ReplicasPosterior.of(self, model, fitted, chains=self.chains)
-
-    def quick(self) -> Self:
-        """Few draws of two chains at three powers."""
-        return replace(super().quick(), temperatures=min(self.temperatures, 3), leapfrogs=min(self.leapfrogs, 4))
+        return ReplicasPosterior.of(self, model, run, fitted, chains=self.chains)
 
     @classmethod
     def conforming(cls) -> ParallelTempering:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -56,10 +56,6 @@ class SMC(Annealed):
     def resamples(self, share: float, beta: float) -> bool:
         """Each time where powers are chosen, else when too few are effective; and at the end."""
         return self.temperatures is None or share < self.ess or beta >= 1
-
-    def quick(self) -> SMC:
-        """Few particles, few temperatures."""
-        return replace(super().quick(), temperatures=min(self.temperatures or 6, 6))
 
     @classmethod
     def conforming(cls) -> SMC:

@@ -171,7 +171,7 @@ class Laplace(Method):
         """As the mode."""
         return (self.mode or MAP()).validated(state, value)
 
-    def kept(self, model: Model, state: Any) -> Weights:  # noqa: ARG002
+    def kept(self, model: Model, state: Any) -> Weights:
         """None: they come from the Gaussian."""
         return {}
 

@@ -28,12 +28,10 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.gaussian import GaussianPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Data
-    from plausible.engine import Fitted
     from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
@@ -82,9 +80,12 @@ class NaturalGradient(Method):
     microbatches: int = 1
     points_lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3))
 
-    keeps_draws: ClassVar[bool] = False
-    traits: ClassVar[Traits] = Traits(noisy=True, bias="independent weights: each scale is that of the weight given all others")
-    tolerance: ClassVar[float] = 0.05
+    traits: ClassVar[Traits] = Traits(
+        keeps_draws=False,
+        noisy=True,
+        tolerance=0.05,
+        bias="independent weights: each scale is that of the weight given all others",
+    )
     positive: ClassVar[Positive] = staticmethod(retract)
 
     def __post_init__(self) -> None:
@@ -105,19 +106,9 @@ class NaturalGradient(Method):
             )
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """`epochs` passes; the final state is the result."""
         return plan_epochs(self, num_data, per_epoch)
 
-    def prepare(self, model: Model, data: Data) -> Model:  # noqa: ARG002
-        """Refuse parts of parts: ranks divide batches already, into parts that may differ in size."""
-        if self.microbatches > 1 and getattr(model, "team", None) is not None:
-            raise ValueError(
-                f"{type(self).__name__}: microbatches={self.microbatches} with several ranks, which divide each batch already; "
-                "use microbatches=1, and more ranks or a smaller batch_size to save memory"
-            )
-        return model
-
-    def start(self, model: Model, key: Tensor) -> NaturalState:
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> NaturalState:
         """Means at the module's weights, no momentum, the curvature at `initial_hessian` + δ."""
         weights, priors = clone(model.initial), gaussian_parts(model)
         like = {name: weights[name].to(wide(weights[name])) for name in model.random}
@@ -128,8 +119,13 @@ class NaturalGradient(Method):
         optimiser = POINTS.init(points) if points else ()
         return NaturalState(weights, momentum, curvature, clone(model.buffers), optimiser, key, step)
 
-    def step(self, model: Model, state: NaturalState, batch: Batch) -> tuple[NaturalState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: NaturalState, batch: Batch) -> tuple[NaturalState, dict[str, Tensor]]:
         """Draw weights, take the gradients there, move curvature and mean."""
+        if self.microbatches > 1 and getattr(model, "team", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}: microbatches={self.microbatches} with several ranks, which divide each batch already; "
+                "use microbatches=1, and more ranks or a smaller batch_size to save memory"
+            )
         ess, priors = model.num_data / model.temperature, gaussian_parts(model)
         sigma = {name: deviation(s, ess) for name, s in state.curvature.items()}
         draws, estimates, buffers = [], [], state.buffers
@@ -138,7 +134,7 @@ class NaturalGradient(Method):
             buffers = draw.joint.buffers
             estimates.append(self.estimate(model, state, draw, noise, priors, batch))
             draws.append(draw)
-        new = self._moved(model, state, draws, estimates, priors)
+        new = self._moved(model, run, state, draws, estimates, priors)
         likelihood = _mean([draw.joint.log_likelihood for draw in draws])
         means = {name: state.weights[name].to(s.dtype) for name, s in state.curvature.items()}
         expected, rest = expected_log_prior(model.prior, means, sigma)
@@ -179,6 +175,7 @@ class NaturalGradient(Method):
     def _moved(
         self,
         model: Model,
+        run: Run[Any],
         state: NaturalState,
         draws: list[Draw],
         estimates: list[Weights],
@@ -186,7 +183,7 @@ class NaturalGradient(Method):
     ) -> NaturalState:
         """The state with new weights, momentum and curvature."""
         weights, momentum, curvature = dict(state.weights), {}, {}
-        lr = rate(self.lr, state.step, model.steps)
+        lr = rate(self.lr, state.step, run.steps)
         correction = hold(bias_correction(self.beta1, state.step + 1))
         for name, own in priors.items():
             weights[name], momentum[name], curvature[name] = descend(
@@ -212,14 +209,14 @@ class NaturalGradient(Method):
                 select(state.weights, model.points),
                 grads,
                 optimiser,
-                rate(self.points_lr, state.step, model.steps),
+                rate(self.points_lr, state.step, run.steps),
                 draws[0].joint.l2,
             )
             weights.update(moved)
         return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
 
-    def kept(self, model: Model, state: NaturalState) -> Weights:  # noqa: ARG002
-        """None: they are drawn when they are asked for."""
+    def kept(self, model: Model, run: Run[Any], state: NaturalState) -> Weights:
+        """None: draws are made when they are asked for."""
         return {}
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
@@ -227,7 +224,7 @@ class NaturalGradient(Method):
         mean, covariance = problem.posterior()
         return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
 
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         """The means of the last step, and σ = 1/√(λs)."""
         ess = model.num_data / model.temperature
         state = fitted.state

@@ -33,13 +33,7 @@ class IVON(NaturalGradient):
     name: ClassVar[str] = "ivon"
 
     def estimate(
-        self,
-        model: Model,
-        state: NaturalState,
-        draw: Draw,
-        noise: Noise,  # noqa: ARG002
-        priors: Mapping[str, Quadratic | None],  # noqa: ARG002
-        batch: Batch,  # noqa: ARG002
+        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
     ) -> Weights:
         """ε ĝ/σ."""
         ess = model.num_data / model.temperature

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, num_elements, select, tree_map
+from plausible.engine.method import Run
 from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
-
-if TYPE_CHECKING:
-    from plausible.core.data import Data
 
 AT_ONCE = 2**24
 """Numbers in the gradients of the examples that are held at once, where `chunk_size` does not say."""
@@ -59,10 +57,9 @@ class VOGN(NaturalGradient):
         if self.chunk_size is not None:
             check_count(self, "chunk_size", at_least=1)
 
-    def prepare(self, model: Model, data: Data) -> Model:
+    def prepare(self, model: Model, run: Run[Any]) -> None:
         """Find out whether single examples of this network have gradients."""
-        model = super().prepare(model, data)
-        example = next(iter(data.chunks(2)))
+        example = next(iter(run.data.chunks(2)))
         fixed = {**select(model.initial, model.points), **model.buffers}
         try:
             noise = Noise(random.key(0, device=example.y.device), 0)
@@ -72,7 +69,6 @@ class VOGN(NaturalGradient):
                 "network: VOGN needs the gradient of each example by torch.func.vmap, which cannot be had here: "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}; use IVON, which needs none"
             ) from error
-        return model
 
     def estimate(
         self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from plausible.core import random
-from plausible.core.model import Model
-from plausible.core.schedules import Schedule, as_schedule, rate
+from plausible.core.model import Joint
+from plausible.core.schedules import as_schedule
 from plausible.core.serialise import register
-from plausible.core.transforms import hold
-from plausible.core.weights import Weights, clone
-from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.core.weights import Weights
+from plausible.methods.stochastic_gradient.base import ChainState, StochasticGradientChain
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.engine import Fitted
     from plausible.testing import LinearGaussian
-
-
-class SGLDState(NamedTuple):
-    """Weights, the network's buffers, the key of this chain's noise, and the step."""
-
-    weights: Weights
-    buffers: Weights
-    key: Tensor
-    step: Tensor
 
 
 @register
 @dataclass(frozen=True)
-class SGLD(Method):
+class SGLD(StochasticGradientChain):
     """θ' = θ + (ε/2) ∇ log p(θ, D) + √(ε T) ξ,  ξ ~ N(0, I)   (Welling & Teh 2011)
 
     Langevin dynamics driven by minibatch gradients of the full log joint (likelihood scaled by N/B).
@@ -49,55 +34,14 @@ class SGLD(Method):
     `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass and P normal numbers a step.
     """
 
-    epochs: int | None = None
-    batch_size: BatchSize = "auto"
-    lr: float | Schedule = 1e-4
-    burn_in: float = 0.5
-    thin: int | None = None
-    temperature: float = 1.0
-
     name: ClassVar[str] = "sgld"
-    traits: ClassVar[Traits] = Traits(chaotic=True, noisy=True, bias="of the order of the step size")
 
-    def __post_init__(self) -> None:
-        check_training(self)
-        as_schedule(self.lr)
-        if not 0 <= self.burn_in < 1:
-            raise ValueError(f"SGLD: burn_in is a fraction of the steps, in [0, 1), got {self.burn_in}")
-        if self.thin is not None and (isinstance(self.thin, bool) or not isinstance(self.thin, int) or self.thin < 1):
-            raise ValueError(f"SGLD: thin must be a whole number of at least 1, or None, got {self.thin!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"SGLD: temperature must be at least 0 and finite, got {self.temperature}")
-
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """`epochs` passes; draws are kept after burn-in."""
-        plan = plan_epochs(self, num_data, per_epoch)
-        burn_in = int(self.burn_in * plan.steps)
-        left = plan.steps - burn_in
-        thin = max(1, left // 100) if self.thin is None else self.thin
-        if thin > left:
-            raise ValueError(
-                f"SGLD: thin={thin} keeps no draw: only {left} of {plan.steps} steps are left after burn-in; "
-                "run more epochs or thin less"
-            )
-        return Plan(plan.steps, plan.per_epoch, plan.batch_size, burn_in=burn_in, thin=thin)
-
-    def start(self, model: Model, key: Tensor) -> SGLDState:
-        """Start at the module's weights."""
-        return SGLDState(clone(model.initial), clone(model.buffers), key, torch.zeros((), dtype=torch.int64, device=key.device))
-
-    def step(self, model: Model, state: SGLDState, batch: Batch) -> tuple[SGLDState, dict[str, Tensor]]:
-        """One Langevin step."""
-        joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
-        lr = rate(self.lr, state.step, model.steps)
-        noise = random.normal(state.key, state.step, {name: state.weights[name] for name in model.random})
-        weights = dict(state.weights)
-        drift, spread = 0.5 * lr, hold((lr * self.temperature).sqrt())
-        for name, weight in weights.items():
+    def move(self, state: ChainState, joint: Joint, noise: Weights, lr: Tensor, spread: Tensor) -> tuple[Weights, Any]:
+        weights, drift = {}, 0.5 * lr
+        for name, weight in state.weights.items():
             moved = weight + drift * joint.grads[name]
             weights[name] = moved + spread * noise[name] if name in noise else moved
-        info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
-        return SGLDState(weights, joint.buffers, state.key, state.step + 1), info
+        return weights, ()
 
     @classmethod
     def conforming(cls) -> SGLD:
@@ -111,7 +55,3 @@ class SGLD(Method):
         step = float(as_schedule(self.lr)(torch.zeros(()), 1))
         biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - step / 4 * precision)
         return mean, self.temperature * covariance @ biased
-
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
-        """The kept states, equally weighted."""
-        return DrawsPosterior.of(self, model, fitted)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from plausible.blocks.families.flow import KINDS, FlowFamily, flow_bytes
 from plausible.core.memory import require_memory
@@ -12,10 +12,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, num_elements, select
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import COPIES, Reparameterised
-
-if TYPE_CHECKING:
-    from plausible.core.data import Data
+from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 
 @register
@@ -37,8 +34,9 @@ class Flow(Reparameterised):
     kind: Literal["iaf", "realnvp", "nsf"] = "iaf"
 
     name: ClassVar[str] = "flow"
-    traits: ClassVar[Traits] = Traits(noisy=True, bias="what the flow can express, and how far it was trained")
-    tolerance: ClassVar[float] = 0.1
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits, bias="what the flow can express, and how far it was trained", tolerance=0.1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,11 +48,6 @@ class Flow(Reparameterised):
     def family(self, weights: Weights) -> FlowFamily:
         """Over all weights flattened."""
         return FlowFamily(weights, self.transforms, self.hidden, self.kind)
-
-    def prepare(self, model: Model, data: Data) -> Model:
-        """Make the family once, if it fits."""
-        self.check_size(model)
-        return super().prepare(model, data)
 
     def check_size(self, model: Model) -> None:
         """The networks of the flow, with gradients and the optimiser's state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from plausible.blocks.families.full_rank import FullRankFamily
@@ -12,7 +12,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, num_elements, select
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import COPIES, Reparameterised
+from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 
 @register
@@ -28,7 +28,9 @@ class FullRank(Reparameterised):
     """
 
     name: ClassVar[str] = "full-rank"
-    traits: ClassVar[Traits] = Traits(noisy=True, bias="a Gaussian: of other posteriors the closest one in KL(q ‖ p)")
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits, bias="a Gaussian: of other posteriors the closest one in KL(q ‖ p)"
+    )
 
     def family(self, weights: Weights) -> FullRankFamily:
         """Over all weights flattened."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
-from plausible.methods.variational.mean_field import MeanField
+from plausible.methods.variational.independent import Independent
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(frozen=True)
-class Graves(MeanField):
+class Graves(Independent):
     """max over q, m, s of  E_q log p(D | w) − KL(Π N(μ_i, σ_i²) ‖ N(m, s²)):  m = mean(μ),  s² = mean(σ² + (μ − m)²)
 
     Practical variational inference (Graves 2011): `MeanField` with sampled weights and one prior N(m, s²) for all of them, whose
@@ -36,7 +36,6 @@ class Graves(MeanField):
 
     @classmethod
     def conforming(cls) -> Graves:
-        """As for mean-field."""
         return cls(epochs=800, batch_size=None, lr=Cosine(0.05), samples=2, estimator="local", initial_scale=0.1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, num_elements, select
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import COPIES, Reparameterised
+from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -38,7 +38,9 @@ class LowRank(Reparameterised):
     rank: int = 10
 
     name: ClassVar[str] = "low-rank"
-    traits: ClassVar[Traits] = Traits(noisy=True, bias="correlations in `rank` directions only, the others are left out")
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits, bias="correlations in `rank` directions only, the others are left out"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import COPIES, Reparameterised
+from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -37,8 +37,8 @@ class MatrixNormal(Reparameterised):
     covariance: Literal["full", "diagonal"] = "full"
 
     name: ClassVar[str] = "matrix-normal"
-    traits: ClassVar[Traits] = Traits(
-        noisy=True, bias="Kronecker covariances inside each weight matrix, none between different ones"
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits, bias="Kronecker covariances inside each weight matrix, none between different ones"
     )
 
     def __post_init__(self) -> None:

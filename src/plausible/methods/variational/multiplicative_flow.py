@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from plausible.blocks.families.flow import KINDS, flow_bytes
 from plausible.blocks.families.multiplicative import MultiplicativeFamily
@@ -13,10 +13,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import COPIES, Reparameterised
-
-if TYPE_CHECKING:
-    from plausible.core.data import Data
+from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 
 @register
@@ -39,10 +36,12 @@ class MultiplicativeFlow(Reparameterised):
     factor_scale: float = 0.1
 
     name: ClassVar[str] = "multiplicative-flow"
-    traits: ClassVar[Traits] = Traits(
-        noisy=True, bias="weights of different tensors, and outputs given the factors, are independent"
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits,
+        bias="weights of different tensors, and outputs given the factors, are independent",
+        tolerance=0.5,
     )
-    tolerance: ClassVar[float] = 0.5  # short runs end between the mean-field optimum and the posterior
+    # short runs end between the mean-field optimum and the posterior
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,11 +54,6 @@ class MultiplicativeFlow(Reparameterised):
     def family(self, weights: Weights) -> MultiplicativeFamily:
         """A flow for each matrix and kernel."""
         return MultiplicativeFamily(weights, self.transforms, self.hidden, self.kind, self.factor_scale)
-
-    def prepare(self, model: Model, data: Data) -> Model:
-        """Make the family once, if it fits."""
-        self.check_size(model)
-        return super().prepare(model, data)
 
     def check_size(self, model: Model) -> None:
         """The networks of all flows, with gradients and the optimiser's state."""
@@ -76,7 +70,3 @@ class MultiplicativeFlow(Reparameterised):
     def conforming(cls) -> MultiplicativeFlow:
         """Full batches, small flows, a run that is long enough to find the mean and the size of the variances."""
         return cls(epochs=250, batch_size=None, lr=Cosine(0.05), samples=2, initial_scale=0.03, transforms=1, hidden=8)
-
-    def quick(self) -> MultiplicativeFlow:
-        """Few epochs."""
-        return replace(self, epochs=min(self.epochs or 8, 8))

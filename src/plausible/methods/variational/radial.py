@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import Reparameterised
+from plausible.methods.variational.reparameterised import Reparameterised
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -33,8 +33,8 @@ class Radial(Reparameterised):
     """
 
     name: ClassVar[str] = "radial"
-    traits: ClassVar[Traits] = Traits(
-        noisy=True,
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits,
         bias="uncorrelated weights: each scale is that of the weight given all others; heavy tails in many dimensions",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights
 from plausible.engine.method import Traits
-from plausible.methods.variational.base import Reparameterised
+from plausible.methods.variational.reparameterised import Reparameterised
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -43,8 +43,9 @@ class Rank1(Reparameterised):
 
     landing: ClassVar[bool] = False  # type: ignore[misc]  # the KL is exact, and has no log q of the weights
     name: ClassVar[str] = "rank1"
-    traits: ClassVar[Traits] = Traits(
-        noisy=True, bias="variances only along the outputs and inputs of each weight, around weights that are points"
+    traits: ClassVar[Traits] = replace(
+        Reparameterised.traits,
+        bias="variances only along the outputs and inputs of each weight, around weights that are points",
     )
 
     def __post_init__(self) -> None:

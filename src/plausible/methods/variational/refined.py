@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.refinement import log_initial, refine, slope_in_training
+from plausible.blocks.refinement import Guess, Slopes, log_initial, refine, refined_group, slope_in_training
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy
+from plausible.core.data import ArrayData, StreamData
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
-from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
+from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
-from plausible.core.transforms import transformed, value_and_gradient
-from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
-from plausible.posteriors.refined import RefinedPosterior
+from plausible.core.transforms import transformed
+from plausible.core.weights import Weights, clone, index, num_elements, select
+from plausible.engine.method import BatchSize, Fitted, Plan, Run, Stage, Traits
+from plausible.methods.variational.bound import Bound, BoundState, Terms
+from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-    from plausible.engine import Fitted
+    from plausible.core.data import Batch
     from plausible.posteriors.base import Posterior
 
 SCALE, STEP = "log scale of ", "log step size"
 
 
-class RefinedState(NamedTuple):
-    """Means (and weights trained as points), log scales, log ε, buffers, the optimiser's state, the key of the noise, the step."""
-
-    weights: Weights
-    log_scales: Weights
-    log_step_size: Tensor
-    buffers: Weights
-    optimiser: Any
-    key: Tensor
-    step: Tensor
-
-
 @register
 @dataclass(frozen=True)
-class Refined(Method):
+class Refined(Bound):
     """w_0 ~ q₀ = Π N(μ_i, σ_i²),  w_T = T refinements of w_0 by a sampler,  maximising  E log W ≤ log p(D) over μ, σ and ε
 
     Independent Gaussians whose draws are refined by a few sampler steps inside the bound (VIS, Gallego & Ríos Insua 2021).
@@ -74,16 +64,17 @@ class Refined(Method):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "refined"
-    divisible: ClassVar[bool] = False
-    keeps_draws: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(
-        noisy=True, mixed_precision=False, bias="independent weights, as far as the refinements do not make up for it"
+        divisible=False,
+        keeps_draws=False,
+        noisy=True,
+        mixed_precision=False,
+        tolerance=0.1,
+        bias="independent weights, as far as the refinements do not make up for it",
     )
-    tolerance: ClassVar[float] = 0.1
 
     def __post_init__(self) -> None:
-        check_training(self)
-        as_schedule(self.lr)
+        super().__post_init__()
         for name, least in (("samples", 1), ("refinements", 0), ("leapfrog", 1), ("draws_kept", 1), ("further", 0)):
             check_count(self, name, at_least=least)
         check_number(self, "step_size", above=0)
@@ -93,93 +84,145 @@ class Refined(Method):
                 raise ValueError(f"Refined: {name} must be '{known[0]}' or '{known[1]}', got {getattr(self, name)!r}")
         if not isinstance(self.learn_step_size, bool):
             raise TypeError(f"Refined: learn_step_size must be True or False, got {self.learn_step_size!r}")
-        if not isinstance(self.optimiser, Optimiser):
-            raise TypeError(
-                f"Refined: optimiser must be one of plausible.optimisers, such as AdamW() or SGD(), got {self.optimiser!r}"
-            )
 
     @property
     def trajectory(self) -> int:
         """Leapfrog steps of one refinement; one of them is a Langevin step."""
         return self.leapfrog if self.sampler == "hmc" else 1
 
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """`epochs` passes; the final state is what draws are refined from."""
-        return plan_epochs(self, num_data, per_epoch)
+    def stages(self) -> tuple[Stage, ...]:
+        """The bound is maximised; then draws are refined."""
+        return (self, Refining(self))
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """Hold on to the data, on which draws are refined at the end."""
-        return model.with_prepared(data)
-
-    def start(self, model: Model, key: Tensor) -> RefinedState:
+    def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
         """Means at the module's weights, narrow scales."""
         weights = clone(model.initial)
-        scales = {name: torch.full_like(weights[name], math.log(self.initial_scale)) for name in model.random}
+        scales = {SCALE + name: torch.full_like(weights[name], math.log(self.initial_scale)) for name in model.random}
         first = next(iter(weights.values()))
-        step_size = torch.full((), math.log(self.step_size), dtype=first.dtype, device=first.device)
-        optimiser = self.optimiser.init(self._parameters(weights, scales, step_size))
-        step = torch.zeros((), dtype=torch.int64, device=key.device)
-        return RefinedState(weights, scales, step_size, clone(model.buffers), optimiser, key, step)
+        learnt = {}
+        if self.learn_step_size and self.refinements:
+            learnt = {STEP: torch.full((), math.log(self.step_size), dtype=first.dtype, device=first.device)}
+        return {**weights, **scales, **learnt}
 
-    def _parameters(self, weights: Weights, log_scales: Weights, log_step_size: Tensor) -> Weights:
-        learnt = {STEP: log_step_size} if self.learn_step_size and self.refinements else {}
-        return {**weights, **{SCALE + name: value for name, value in log_scales.items()}, **learnt}
-
-    def step(self, model: Model, state: RefinedState, batch: Batch) -> tuple[RefinedState, dict[str, Tensor]]:
-        """One step up the gradient of the objective, divided by N."""
+    def estimate(
+        self, model: Model, run: Run[Any], parameters: Weights, batch: Batch, buffers: Weights, key: Tensor, step: Tensor
+    ) -> Terms:
         names = model.random
+        points, means = select(parameters, model.points), select(parameters, names)
+        scales = {name: parameters[SCALE + name].exp() for name in names}
+        given = torch.full_like(next(iter(means.values())).flatten()[0].detach(), math.log(self.step_size))
+        step_size = parameters.get(STEP, given).exp()
+        slope = slope_in_training(model, points, buffers, batch)
+        bounds, values, moved = [], [], buffers
+        for noise in Noise.several(key, step, self.samples):
+            numbers = noise.normals({f"{t} {n}": m for t in range(self.refinements + 1) for n, m in means.items()})
+            standard, *momenta = ({n: numbers[f"{t} {n}"] for n in names} for t in range(self.refinements + 1))
+            drawn = {n: torch.addcmul(means[n], scales[n], standard[n]) for n in names}
+            end = refine(slope, drawn, scales, momenta, step_size, self.trajectory)
+            bounds.append(end.value + end.ratio - log_initial(standard, scales, end.value))
+            values.append(end.value)
+            moved = end.buffers
+        bound, value = torch.stack(bounds).mean(), torch.stack(values).mean()
+        aim = bound if self.entropy == "extended" else value + entropy(scales)
+        info = {"elbo": bound, "log_joint": value, "step_size": step_size}
+        if self.entropy != "extended":
+            info["objective"] = aim
+        return Terms(aim, info, {n: b.detach() for n, b in moved.items()})
 
-        def objective(
-            parameters: Weights, part: Batch, buffers: Weights, log_step_size: Tensor, key: Tensor, step: Tensor
-        ) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
-            points, means = select(parameters, model.points), select(parameters, names)
-            scales = {name: parameters[SCALE + name].exp() for name in names}
-            step_size = parameters.get(STEP, log_step_size).exp()
-            slope = slope_in_training(model, points, buffers, part)
-            bounds, values, moved = [], [], buffers
-            for noise in Noise.several(key, step, self.samples):
-                numbers = noise.normals({f"{t} {n}": m for t in range(self.refinements + 1) for n, m in means.items()})
-                standard, *momenta = ({n: numbers[f"{t} {n}"] for n in names} for t in range(self.refinements + 1))
-                drawn = {n: torch.addcmul(means[n], scales[n], standard[n]) for n in names}
-                end = refine(slope, drawn, scales, momenta, step_size, self.trajectory)
-                bounds.append(end.value + end.ratio - log_initial(standard, scales, end.value))
-                values.append(end.value)
-                moved = end.buffers
-            bound, value = torch.stack(bounds).mean(), torch.stack(values).mean()
-            aim = bound if self.entropy == "extended" else value + entropy(scales)
-            return -aim / model.num_data, (bound.detach(), value.detach(), {n: b.detach() for n, b in moved.items()})
+    def _differentiated(self, objective: Callable[..., Any], *arguments: Any) -> tuple[dict[str, Tensor], Weights, Weights]:
+        if not transformed():
+            return super()._differentiated(objective, *arguments)
+        # also stacked: differentiating through vmap loses terms of a gradient of batch norm
+        grads, (_, (info, moved)) = torch.func.grad_and_value(objective, has_aux=True)(*arguments)
+        return info, moved, grads
 
-        parameters = self._parameters(state.weights, state.log_scales, state.log_step_size)
-        arguments = (parameters, batch, state.buffers, state.log_step_size, state.key, state.step)
-        if transformed():  # also stacked: differentiating through vmap loses terms of a gradient of batch norm
-            grads, (loss, (bound, value, moved)) = torch.func.grad_and_value(objective, has_aux=True)(*arguments)
-        else:
-            loss, (bound, value, moved), grads = value_and_gradient(objective, *arguments)
-        lr = rate(self.lr, state.step, model.steps)
-        parameters, optimiser = self.optimiser.update(parameters, grads, state.optimiser, lr)
-        log_scales = {name: parameters[SCALE + name] for name in names}
-        log_step_size = parameters.get(STEP, state.log_step_size)
-        new = RefinedState(
-            select(parameters, state.weights), log_scales, log_step_size, moved, optimiser, state.key, state.step + 1
-        )
-        info = {"elbo": bound, "log_joint": value, "step_size": log_step_size.exp()}
-        return new, info if self.entropy == "extended" else {**info, "objective": -loss * model.num_data}
-
-    def kept(self, model: Model, state: RefinedState) -> Weights:  # noqa: ARG002
-        """None: they are refined at the end."""
-        return {}
+    def kept(self, model: Model, run: Run[Any], state: BoundState) -> Weights:
+        """What draws are refined from: all parameters, and the network's buffers."""
+        return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
 
     @classmethod
     def conforming(cls) -> Refined:
         """Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior."""
         return cls(epochs=250, batch_size=None, lr=Cosine(0.05), refinements=1, initial_scale=0.1, draws_kept=1000, further=30)
 
-    def quick(self) -> Refined:
-        """Few epochs, few draws."""
-        return replace(
-            self, epochs=min(self.epochs or 10, 10), draws_kept=min(self.draws_kept, 20), further=min(self.further, 1)
-        )
-
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
-        """Refined draws from the last state."""
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         return RefinedPosterior.of(self, model, fitted)
+
+
+class Sources(NamedTuple):
+    """What draws are refined from: q₀ with the sampler, and slopes of the log joint, on all data or on batches."""
+
+    guess: Guess
+    slopes: Slopes
+    group: int
+
+
+class RefiningState(NamedTuple):
+    """Draws so far (rows behind `done` are empty), the log W of each, and how many groups there have been."""
+
+    draws: Weights
+    log_weights: Tensor
+    done: Tensor
+    groups: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class Refining(Stage):
+    """Draws of q₀ refined in groups: on all data where the bound saw all of it, else each on a batch of its own."""
+
+    method: Refined
+
+    traits: ClassVar[Traits] = Traits(verb="sample", divisible=False, keeps_draws=False, noisy=True, mixed_precision=False)
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return Plan(steps=self.method.draws_kept, per_epoch=self.method.draws_kept, batch_size=None, unit="groups of draws")
+
+    def prepare(self, model: Model, run: Run[Any]) -> Sources:
+        method, data = self.method, run.data
+        left = index(run.before, 0)
+        means = {name: left[name] for name in model.random}
+        scales = {name: left[SCALE + name].exp() for name in model.random}
+        step_size = float(left[STEP].exp()) if STEP in left else method.step_size
+        guess = Guess(means, scales, step_size, method.refinements, method.trajectory)
+        size = None if isinstance(data, StreamData) else method.plan(data.num_data).batch_size
+        whole = isinstance(data, ArrayData) and size in (None, data.num_data)
+        slopes = Slopes(model, select(left, (*model.points, *model.buffers)), data, whole=whole, size=size)
+        return Sources(guess, slopes, slopes.group(method.draws_kept, num_elements(means)))
+
+    def start(self, model: Model, run: Run[Sources], key: Tensor) -> RefiningState:
+        count, means = self.method.draws_kept, run.prepared.guess.means
+        draws = {name: torch.zeros((count, *mean.shape), dtype=mean.dtype, device=mean.device) for name, mean in means.items()}
+        zero = torch.zeros((), dtype=torch.int64)
+        return RefiningState(draws, torch.zeros(count, dtype=torch.float64), zero, zero.clone(), key.clone())
+
+    def step(
+        self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch
+    ) -> tuple[RefiningState, dict[str, Tensor]]:
+        """The next group."""
+        sources, done, number = run.prepared, int(state.done), int(state.groups)
+        high, low = state.key.tolist()
+        count = min(sources.group, self.method.draws_kept - done)
+        drawn, log_weights = refined_group(
+            sources.guess, sources.slopes, count, (high << 32) + low, number, self.method.further
+        )
+        for name, value in drawn.items():
+            state.draws[name][done : done + count] = value
+        state.log_weights[done : done + count] = log_weights
+        new = state._replace(done=state.done + count, groups=state.groups + 1)
+        return new, {"log_weight": log_weights[log_weights.isfinite()].mean().nan_to_num()}
+
+    def finished(self, state: RefiningState) -> bool:
+        return int(state.done) >= self.method.draws_kept
+
+    def kept(self, model: Model, run: Run[Sources], state: RefiningState) -> Weights:
+        """Draws by name with those of points and buffers, log W, and q₀ with its sampler: what the posterior is made of."""
+        guess, fixed, done = run.prepared.guess, run.prepared.slopes.fixed, int(state.done)
+        left = {name: value[:done] for name, value in state.draws.items()}
+        left |= {name: value.expand(done, *value.shape) for name, value in fixed.items()}
+        left[LOG_WEIGHTS] = state.log_weights[:done]
+        left |= {f"{MEAN}{name}": value.unsqueeze(0) for name, value in guess.means.items()}
+        left |= {f"{SPREAD}{name}": value.unsqueeze(0) for name, value in guess.scales.items()}
+        left[STEP_SIZE] = torch.tensor([guess.step_size], dtype=torch.float64)
+        left[WHOLE] = torch.tensor([run.prepared.slopes.whole])
+        return left

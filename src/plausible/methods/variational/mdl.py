@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,9 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Traits
-from plausible.methods.moments.base import ByMoments, kl
+from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.methods.variational.by_moments import PRIOR, ByMoments, kl
 from plausible.posteriors.moments import MomentsPosterior
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -61,12 +58,9 @@ class MDL(ByMoments):
     name: ClassVar[str] = "mdl"
     covariance = "diagonal"  # not a setting: the error needs no more than the variance of each output
     normalises: ClassVar[bool] = False
-    traits: ClassVar[Traits] = Traits(
-        deterministic=True, mixed_precision=False, bias="independent weights: each scale is that of the weight given all others"
-    )
 
     def __post_init__(self) -> None:
-        ByMoments.__post_init__(self)
+        super().__post_init__()
         if self.coding not in ("gaussian", "mixture", "prior"):
             raise ValueError(f"MDL: coding must be 'gaussian', 'mixture' or 'prior', got {self.coding!r}")
         check_count(self, "components", at_least=2)
@@ -130,12 +124,11 @@ class MDL(ByMoments):
         """The prior as it stands, the rate falling to nothing."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.05), coding="prior")
 
-    def posterior(self, model: Model, fitted: Fitted) -> CodedPosterior:
-        """The means and scales of the last step."""
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> CodedPosterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
         posterior = CodedPosterior.of(self, model, fitted, scales)
         assert isinstance(posterior, CodedPosterior)
-        posterior.coding = tree.clone(fitted.state.prior)
+        posterior.coding = tree.clone(fitted.state.part(PRIOR))
         return posterior
 
 
@@ -216,10 +209,9 @@ class CodedPosterior(MomentsPosterior):
                 variances = {name: scale * scale for name, scale in self.scales.items()}
                 scale = model.num_data / len(y)
                 means = {**self.points, **self.means}
-                own = model.with_prepared(None)
-                found, _ = method._expected(own, means, variances, self.points, given._replace(y=y), train=False)
+                expected, _ = method.expected(model, None, means, variances, self.points, given._replace(y=y), train=False)
                 count = y.numel() if given.mask is None else int(given.mask.sum())
-                misfits = -float(found) / scale
+                misfits = -float(expected) / scale
         if precision is not None:
             misfits -= count * math.log(precision)
         return DescriptionLength(misfits, weights)

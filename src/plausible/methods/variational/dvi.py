@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Traits
-from plausible.methods.moments.base import ByMoments, kl
+from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.methods.variational.by_moments import ByMoments, kl
 from plausible.posteriors.moments import MomentsPosterior
 
 if TYPE_CHECKING:
-    from plausible.engine import Fitted
     from plausible.posteriors.base import Posterior
 
 
@@ -54,19 +53,20 @@ class DVI(ByMoments):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "dvi"
-    traits: ClassVar[Traits] = Traits(
-        deterministic=True, mixed_precision=False, bias="independent weights: each scale is that of the weight given all others"
-    )
 
     def __post_init__(self) -> None:
-        ByMoments.__post_init__(self)
+        super().__post_init__()
         if self.covariance not in ("full", "diagonal"):
             raise ValueError(f"DVI: covariance must be 'full' or 'diagonal', got {self.covariance!r}")
         check_count(self, "terms", at_least=1)
         check_number(self, "shape", above=0)
         check_number(self, "rate", above=0)
 
-    def weights_cost(self, model: Model, means: Weights, scales: Weights, prior: Weights) -> Tensor:  # noqa: ARG002
+    @property
+    def series(self) -> int:
+        return self.terms
+
+    def weights_cost(self, model: Model, means: Weights, scales: Weights, prior: Weights) -> Tensor:
         """KL(q ‖ p); with `empirical_bayes` KL(q ‖ N(0, s*)) − log p(s*) for each weight tensor of the network."""
         if not self.empirical_bayes:
             return kl("DVI", model, means, scales)
@@ -88,7 +88,6 @@ class DVI(ByMoments):
         """All data at once, the rate falling to nothing."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.05))
 
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
-        """The means and scales of the last step."""
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
         return MomentsPosterior.of(self, model, fitted, scales)

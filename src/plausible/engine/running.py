@@ -1,0 +1,238 @@
+"""A run: the stages of a method, one after the other, each with its own plan, state and progress; and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from plausible.core import random
+from plausible.core.data import Data, StreamData, num_rows
+from plausible.core.model import Model
+from plausible.core.storage import DrawWriter
+from plausible.core.weights import Weights, num_elements
+from plausible.engine.checkpoint import Checkpoint, Checkpointer, Resumed
+from plausible.engine.loop import Callback, Loop, Place, label
+from plausible.engine.method import Fitted, Method, Plan, Run, Stage
+from plausible.engine.policy import decide, threads
+from plausible.engine.ranks import Team
+from plausible.engine.source import Elsewhere, InOrder, Source
+from plausible.engine.stopping import Stopping
+
+log = logging.getLogger("plausible")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller decides about a run, none of which changes the law that is sampled.
+
+    `starts` are weights to start at, stacked, of an earlier posterior.
+    """
+
+    seed: int = 0
+    compile: Literal["auto"] | bool = "auto"
+    progress: bool | None = None
+    checkpoint: Checkpoint | None = None
+    callbacks: Sequence[Callback] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+    starts: Weights | None = None
+    team: Team = field(default_factory=Team)
+
+
+def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Model, Run[Any], Fitted]:
+    """Run a method to its end (or to Ctrl-C): the model and the run of its last stage, and what it left.
+
+    Ctrl-C ends the stage at hand; the ones after it still run, on what there is, and leave the checkpoint alone.
+    """
+    team = options.team
+    method = team.part(method)
+    _check_divisible(method, team)
+    keeper, resumed, writer = None, None, DrawWriter()
+    checkpoint = team.checkpoint(options.checkpoint)
+    if checkpoint is not None:
+        keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
+        writer = DrawWriter(keeper.draws_folder)
+        resumed = keeper.load(writer)
+    stages = method.stages()
+    earlier = _Earlier.of(resumed)
+    before = {} if resumed is None else resumed.tree("before", model.device)
+    first = earlier.count
+    for number, stage in enumerate(stages[first:], start=first):
+        place = Place(method, number, number == len(stages) - 1, earlier.steps, earlier.seconds, earlier.record())
+        # later stages of split members concern each rank alone: it waits for the others at the end
+        alone = Team() if number else team
+        if number and not team.works:
+            continue
+        at_hand = resumed if number == first else None
+        model_here, run_here, fitted = _run_stage(stage, model, data, options, place, before, writer, keeper, at_hand, alone)
+        if fitted.interrupted:
+            keeper, earlier.interrupted = None, True
+        before = stage.kept(model_here, run_here, fitted.state) if len(stages) > 1 else {}
+        earlier.add(stage, fitted)
+    fitted = earlier.joined(fitted, before)
+    return model_here, run_here, team.gather(method, model_here, run_here, fitted)
+
+
+def _run_stage(
+    stage: Stage,
+    model: Model,
+    data: Data,
+    options: Options,
+    place: Place,
+    before: Weights,
+    writer: DrawWriter,
+    keeper: Checkpointer | None,
+    resumed: Resumed | None,
+    team: Team,
+) -> tuple[Model, Run[Any], Fitted]:
+    plan, held = _plan(stage, data), None
+    if plan.holdout:
+        data, held = data.split(plan.holdout, options.seed)
+        plan = _plan(stage, data)
+    model = replace(model, num_data=data.num_data)
+    run: Run[Any] = Run(
+        data, options.seed, plan.steps, plan.per_epoch, None, before, options.starts if not before else None, options.compile
+    )
+    run = replace(run, prepared=stage.prepare(model, run))
+    state = stage.start(model, run, random.key(options.seed, device=model.device))
+    mode = decide(
+        options.compile,
+        steps=plan.steps,
+        elements=num_elements(model.initial),
+        members=stage.members,
+        device=model.device,
+        resident=not isinstance(data, StreamData),
+    )
+    source = _source(stage, data, plan, options.seed, team)
+    stepping = team.model(model)  # the model that steps see, which may speak for all ranks
+    resumed = team.ready(source, plan, resumed)
+    stopping = None
+    if held is not None and plan.patience is not None:
+        stopping = Stopping(state, held, plan.patience, stage.members)
+    rows = (plan.batch_size or data.num_data) * (stage.members or 1)
+    x = None if isinstance(data, StreamData) else data.batch.x
+    with threads(model.network, x, work=num_elements(model.initial) * rows, device=model.device), _batch_norm_explained():
+        fitted = Loop(
+            stage,
+            stepping,
+            run,
+            plan,
+            source,
+            state,
+            team.mode(mode),
+            writer,
+            keeper,
+            stopping,
+            place,
+            tuple(options.callbacks),
+            options.progress,
+            team,
+        ).go(resumed)
+    return model, run, fitted
+
+
+def _source(stage: Stage, data: Data, plan: Plan, seed: int, team: Team) -> Source:
+    """Where the batches of a stage come from: one that samples holds the data itself."""
+    if stage.traits.verb == "accumulate":
+        return InOrder(data, plan.batch_size or data.num_data)
+    if stage.traits.verb == "sample":
+        return Elsewhere(data)
+    members = None if stage.traits.shares_batches else stage.members
+    place = (team.rank, team.size) if team.divides else None
+    return Source(data, plan, seed=seed, members=members, numbers=team.member_numbers, place=place)
+
+
+def _plan(stage: Stage, data: Data) -> Plan:
+    if not isinstance(data, StreamData) or data.indexable:
+        return stage.plan(data.num_data)
+    loader = data.source
+    size = getattr(loader, "batch_size", None)
+    try:
+        per_epoch = len(loader)
+    except TypeError:
+        size = size or num_rows(next(iter(data.passes())).x)  # batches made by the data set itself
+        per_epoch = -(-data.num_data // size)
+    plan = stage.plan(data.num_data, per_epoch)
+    if plan.batch_size is None and stage.traits.verb == "iterate":
+        data.all()  # says why not
+    return plan
+
+
+def _check_divisible(method: Method, team: Team) -> None:
+    if not team.divides or method.traits.divisible:
+        return
+    who = type(method).__name__
+    instead = ""
+    if method.traits.verb == "iterate":
+        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or "
+    raise ValueError(
+        f"{who} cannot be divided among ranks; {instead}set PLAUSIBLE_RANKS=alone to fit in each process by itself, with "
+        "a seed of its own"
+    )
+
+
+@contextlib.contextmanager
+def _batch_norm_explained() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            "batch norm in training needs at least two examples in every batch, and one has a single example: use a larger "
+            "batch_size, or drop_last=True in a loader whose last batch is that short"
+        ) from error
+
+
+@dataclass
+class _Earlier:
+    """What the stages before the one at hand have said; it travels with checkpoints."""
+
+    seconds: float = 0.0
+    history: dict[str, list[float]] = field(default_factory=dict)
+    stages: list[tuple[str, int, float]] = field(default_factory=list)
+    mode: str = ""
+    interrupted: bool = False
+
+    @classmethod
+    def of(cls, resumed: Resumed | None) -> _Earlier:
+        stored = None if resumed is None else resumed.record.get("earlier")
+        if stored is None:
+            return cls()
+        stages = [(str(name), int(steps), float(seconds)) for name, steps, seconds in stored["stages"]]
+        history = {name: [float(v) for v in values] for name, values in stored["history"].items()}
+        return cls(float(stored["seconds"]), history, stages, stored["mode"])
+
+    def record(self) -> dict[str, Any]:
+        history = {name: [v if abs(v) < float("inf") else str(v) for v in values] for name, values in self.history.items()}
+        return {"seconds": self.seconds, "history": history, "stages": list(self.stages), "mode": self.mode}
+
+    @property
+    def count(self) -> int:
+        return len(self.stages)
+
+    @property
+    def steps(self) -> int:
+        return sum(steps for _, steps, _ in self.stages)
+
+    def add(self, stage: Stage, fitted: Fitted) -> None:
+        """The first stage's history keeps its names; those of later ones say whose they are."""
+        name = label(stage)
+        for term, values in fitted.history.items():
+            self.history[f"{name}: {term}" if self.stages else term] = values
+        self.mode = self.mode or fitted.mode
+        self.stages.append((name, fitted.steps, fitted.seconds - self.seconds))
+        self.seconds = fitted.seconds
+
+    def joined(self, last: Fitted, left: Weights) -> Fitted:
+        """What the last stage left, with what all of them said; `steps` are those of the first."""
+        return last._replace(
+            history=self.history,
+            steps=self.stages[0][1],
+            seconds=self.seconds,
+            mode=self.mode,
+            left=left,
+            stages=tuple(self.stages),
+        )

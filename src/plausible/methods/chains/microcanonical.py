@@ -1,0 +1,257 @@
+"""Microcanonical Langevin Monte Carlo: motion at constant speed whose direction turns with the gradient and a little noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains.adaptation import Variances
+from plausible.blocks.chains.integrators import gradients, scheme_for
+from plausible.blocks.chains.target import Target
+from plausible.core.serialise import check_number
+from plausible.engine.method import Traits
+from plausible.methods.chains.base import Chains, ChainState
+
+DIVERGENT = 1000.0  # nats of energy error of a single step that count as divergent
+WIDTH = 9.0  # logs of energy errors this far from the one that is wanted count e^(−½) as much
+FIRST = 0.5  # energy variance per weight of the very first step
+MEMORY = 150  # steps over which the step size is averaged, in warm-ups that are long enough
+AUTOCORRELATION = 0.4  # L over the autocorrelation time of a coordinate
+RECORD = 2**20  # numbers kept to estimate that
+PHASES = (0.2, 0.5, 0.7)  # of the warm-up: steps alone; variances; steps in the new shape; then autocorrelations
+
+
+class Tuning(NamedTuple):
+    """Directions, accumulated errors, and what the warm-up finds: steps ε and lengths L `[chains]`, scales of coordinates `[P]`.
+
+    `weighted` and `weight` are the running sums behind ε, `limit` a step that was too long, `moments` those of the
+    positions, `record` some coordinates of the last phase, `[transitions, chains, coordinates]`.
+    """
+
+    direction: Tensor
+    error: Tensor
+    step: Tensor
+    length: Tensor
+    scale: Tensor
+    weighted: Tensor
+    weight: Tensor
+    limit: Tensor
+    moments: Variances
+    record: Tensor
+
+
+@dataclass(frozen=True)
+class Microcanonical(Chains):
+    """The base of samplers by microcanonical Langevin steps: see `MCLMC`."""
+
+    warmup: int = 5000
+    thin: int = 10
+    energy_variance: float = 5e-4
+    initial_energy_variance: float | None = None
+    integrator: str = "minimum-norm"
+    metric: Literal["diag", "unit"] = "diag"
+    step_size: float | None = None
+    length: float | None = None
+
+    traits: ClassVar[Traits] = Traits(
+        verb="sample",
+        divisible=False,
+        noisy=True,
+        mixed_precision=False,
+        bias="no step is refused: relative errors of variances of the order of √energy_variance",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scheme_for(self.integrator)
+        check_number(self, "energy_variance", above=0)
+        for name in ("initial_energy_variance", "step_size", "length"):
+            if getattr(self, name) is not None:
+                check_number(self, name, above=0)
+        if self.metric not in ("diag", "unit"):
+            raise ValueError(f"{type(self).__name__}: metric must be 'diag' or 'unit', got {self.metric!r}")
+
+    def _bounds(self) -> tuple[int, ...]:
+        """The transitions at which the phases of the warm-up end; short ones have only the first."""
+        return tuple(int(part * self.warmup) for part in PHASES) if self.warmup >= 50 else (self.warmup,) * 3
+
+    def begin(self, target: Target, state: ChainState) -> ChainState:
+        """Random directions, the first length √P, and steps whose energy errors are not wild."""
+        chains, size = state.position.shape
+        if size < 2:
+            raise ValueError(
+                f"{type(self).__name__}: needs at least two weights to have directions, got {size}; use NUTS or HMC"
+            )
+        blank = torch.zeros_like(state.log_prior)
+        kept = self.warmup - self._bounds()[-1]
+        columns = max(1, min(size, RECORD // max(1, kept * chains)))
+        nothing = blank.new_zeros(chains, size)
+        first = self.length or math.sqrt(size)
+        tuning = Tuning(
+            unit(state.normal(0, state.position)),
+            blank,
+            torch.full_like(blank, self.step_size or 0.25 * first),
+            torch.full_like(blank, first),
+            torch.ones_like(state.position[0]),
+            blank.clone(),
+            blank.clone(),
+            torch.full_like(blank, 1e6),
+            Variances(blank[0].clone(), nothing, nothing.clone()),
+            state.position.new_zeros(kept, chains, columns),
+        )
+        names = ("acceptance", "divergent", "step_size", "leapfrogs", "energy")
+        state = state._replace(statistics={name: blank.clone() for name in names})
+        return state._replace(adaptation=tuning if self.step_size is not None else self._shortened(target, state, tuning))
+
+    def _shortened(self, target: Target, state: ChainState, now: Tuning) -> Tuning:
+        """Steps halved until one of them keeps the energy, so that the first transitions do not leave where chains start."""
+        for _ in range(60):
+            _, change = self._integrated(target, state, now)
+            wild = ~(change.square() <= FIRST * target.size)
+            if not bool(wild.any()):
+                break
+            now = now._replace(step=torch.where(wild, 0.5 * now.step, now.step))
+        return now
+
+    def transition(self, target: Target, state: ChainState) -> ChainState:
+        """One step of every chain, and new noise in its direction."""
+        now: Tuning = state.adaptation
+        moved, change = self._integrated(target, state, now)
+        finite = torch.isfinite(change)  # in which the density and the gradient at the end are
+        taken = finite & (change.abs() <= DIVERGENT)
+        rows = taken.unsqueeze(-1)
+        heading = torch.where(rows, moved.adaptation.direction, -now.direction)  # or back where it came from
+        spread = (torch.expm1(2 * now.step / now.length) / target.size).sqrt().unsqueeze(-1).to(target.dtype)
+        direction = unit(heading + spread * state.normal(1, heading))
+        change = torch.where(finite, change, torch.inf)
+        now = now._replace(direction=direction, error=now.error + torch.where(taken, change, 0.0))
+        new = state._replace(
+            position=torch.where(rows, moved.position, state.position),
+            gradient=torch.where(rows, moved.gradient, state.gradient),
+            log_likelihood=torch.where(taken, moved.log_likelihood, state.log_likelihood),
+            log_prior=torch.where(taken, moved.log_prior, state.log_prior),
+            statistics={
+                "acceptance": taken.double(),
+                "divergent": (~taken).double(),
+                "step_size": now.step.clone(),
+                "leapfrogs": torch.full_like(change, gradients(self.integrator)),
+                "energy": now.error,
+            },
+        )
+        return new._replace(adaptation=self._learned(now, new, change) if self.warming(state) else now)
+
+    def _integrated(self, target: Target, state: ChainState, now: Tuning) -> tuple[ChainState, Tensor]:
+        """One step of the scheme: the new state and its energy error `[chains]`, kinetic less gained log density."""
+        kicks, drifts, _ = scheme_for(self.integrator)
+        scale = now.step.unsqueeze(-1).to(target.dtype) * now.scale
+        position, direction, slope = state.position, now.direction, state.gradient
+        kinetic = torch.zeros_like(now.step)
+        for i, kick in enumerate(kicks):
+            direction, gained = turned(direction, now.scale * slope, kick * now.step)
+            kinetic = kinetic + gained
+            if i < len(drifts):
+                position = position + drifts[i] * scale * direction
+                found = target.evaluate(position)
+                slope = found.gradient
+        before = target.value(state.log_likelihood, state.log_prior)
+        after = target.value(found.log_likelihood, found.log_prior)
+        moved = state._replace(position=position, **found._asdict(), adaptation=now._replace(direction=direction))
+        return moved, kinetic + before - after
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Warm-up
+
+    def _learned(self, now: Tuning, new: ChainState, change: Tensor) -> Tuning:
+        """After a transition of the warm-up with these energy errors."""
+        number = int(new.step)
+        first, second, third = self._bounds()
+        if number < third and self.step_size is None:
+            now = self._stepped(now, change, number / max(third, 1))
+        if first <= number < second:
+            now = now._replace(moments=now.moments.add(new.position, new.gradient))
+            if number == second - 1:
+                now = self._reshaped(now)
+        if number >= third and len(now.record):
+            last, columns = new.position.shape[-1] - 1, now.record.shape[-1]
+            chosen = torch.linspace(0, last, columns, dtype=torch.float64, device=new.position.device).long()
+            now.record[number - third] = new.position[:, chosen]
+            if number == self.warmup - 1 and len(now.record) >= 16:
+                now = self._lengthened(now)
+        return now
+
+    def _stepped(self, now: Tuning, change: Tensor, part: float) -> Tuning:
+        """ε⁶ ∝ the wanted over the found energy variance, in a running average that doubts what is far off."""
+        begun = self.initial_energy_variance or self.energy_variance
+        wanted = begun ** (1 - part) * self.energy_variance**part
+        ratio = (change.square() / (now.direction.shape[-1] * wanted) + 1e-8).clamp(max=1e6)
+        trust = torch.exp(-0.5 * (ratio.log() / WIDTH).square())
+        memory = min(MEMORY, 10 + self.warmup // 15)
+        fade = (memory - 1) / (memory + 1)
+        weighted = fade * now.weighted + trust * ratio / now.step**6
+        weight = fade * now.weight + trust
+        limit = torch.where(torch.isfinite(change), now.limit, 0.8 * torch.minimum(now.step, now.limit))
+        step = torch.minimum((weighted / weight).pow(-1 / 6), limit)
+        return now._replace(step=step, weighted=weighted, weight=weight, limit=limit)
+
+    def _reshaped(self, now: Tuning) -> Tuning:
+        """Scales from the variances, L from their sum; the steps are sought anew around as large a part of L."""
+        variance = now.moments.squares / (now.moments.count - 1).clamp(min=1)  # [chains, P]
+        size = variance.shape[-1]
+        length = variance.sum(-1).sqrt().clamp(min=1e-6)
+        step, limit = now.step, now.limit
+        if self.metric == "diag":
+            scale = now.moments.metric(now.direction.dtype).inverse_mass.sqrt()  # type: ignore[union-attr]
+            shrink = math.sqrt(size) / length
+            length = torch.full_like(length, math.sqrt(size))
+            now = now._replace(scale=scale, weighted=torch.zeros_like(step), weight=torch.zeros_like(step))
+            if self.step_size is None:
+                step, limit = step * shrink, torch.full_like(limit, 1e6)
+        return now._replace(step=step, limit=limit, length=now.length if self.length is not None else length)
+
+    def _lengthened(self, now: Tuning) -> Tuning:
+        """L from autocorrelation times, of each chain the mean over its coordinates."""
+        if self.length is not None:
+            return now
+        count, chains, columns = now.record.shape
+        effective = diagnostics.ess(now.record.reshape(1, count, -1)).reshape(chains, columns)
+        times = (count / effective.clamp(min=1)).nan_to_num(nan=1.0).mean(-1)
+        return now._replace(length=AUTOCORRELATION * times * now.step)
+
+
+def unit(direction: Tensor) -> Tensor:
+    """u/|u|."""
+    return direction / direction.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(direction.dtype).tiny)
+
+
+def turned(direction: Tensor, slope: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    """The direction after `time` `[chains]` under a constant `slope` `[chains, P]`, exactly, and the kinetic energy gained.
+
+    With e = slope/|slope| and δ = time·|slope|/(P − 1): u' = (u + e (sinh δ + e·u (cosh δ − 1)))/(cosh δ + e·u sinh δ), and
+    (P − 1) log(cosh δ + e·u sinh δ) is gained. Written with ζ = e^(−|δ|), which does not overflow.
+    """
+    steep = (slope * slope).sum(-1, dtype=torch.float64).sqrt()
+    along = (direction * slope).sum(-1, dtype=torch.float64)
+    if slope.device.type != "cpu":
+        own, pull, gained = _turn(steep, along, time, slope.shape[-1], torch)
+    else:  # a few numbers for each chain: NumPy needs a fifth of the time that tensors need
+        found = _turn(steep.numpy(), along.numpy(), time.numpy(), slope.shape[-1], np)
+        own, pull, gained = map(torch.from_numpy, found)
+    own, pull = (part.unsqueeze(-1).to(direction.dtype) for part in (own, pull))
+    return torch.addcmul(own * direction, pull, slope), gained
+
+
+def _turn(steep: Any, along: Any, time: Any, size: int, backend: Any) -> tuple[Any, Any, Any]:
+    """How much of the old direction and of the slope is in the new one, and the energy gained: `[chains]` each."""
+    steep = steep + 1e-300
+    away, cosine = backend.abs(time) * steep, backend.sign(time) * along / steep
+    fallen = backend.exp(-away / (size - 1))
+    lost = 1 - fallen
+    norm = 1 + cosine + (1 - cosine) * fallen * fallen
+    pull = backend.sign(time) * lost * (1 + fallen + cosine * lost) / (norm * steep)
+    return 2 * fallen / norm, pull, away + (size - 1) * backend.log(0.5 * norm)

@@ -1,0 +1,164 @@
+"""Stages of several members: one stage advanced for all of them at once, or one after the other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from plausible.core import random
+from plausible.core.data import Batch
+from plausible.core.memory import require_memory
+from plausible.core.model import Model
+from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
+from plausible.engine.method import Plan, Run, Stage, Traits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger("plausible")
+
+
+@dataclass(frozen=True)
+class Stacked(Stage):
+    """A stage of `members` members, numbered from `first`, stacked on the leading axis of its state.
+
+    They differ in their starting point (`init`), the order of their batches and their noise.
+    """
+
+    stage: Stage
+    members: int  # type: ignore[misc]
+    init: Literal["fresh", "given", "prior"] = "fresh"
+    first: int = 0
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return self.stage.traits
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return self.stage.plan(num_data, per_epoch)
+
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        return self.stage.prepare(model, run)
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
+        """The members' states, stacked; refused before anything is allocated where memory cannot hold them."""
+        one = self.stage.start(model, run, key)
+        held = num_bytes(one) + 3 * num_bytes(model.initial)
+        require_memory(
+            self.members * held,
+            key.device,
+            f"Ensemble of {self.members:,} members, each {held / 2**10:,.1f} KiB of weights, optimiser state and gradients",
+        )
+        self._warn(model, run)
+        numbers = range(self.first, self.first + self.members)
+        return stack([self.stage.start(self.starting(model, run, k), run, random.fold(key, k)) for k in numbers])
+
+    def _warn(self, model: Model, run: Run[Any]) -> None:
+        if self.init == "fresh" and run.starts is None and (kept := model.not_reinitialisable()):
+            log.warning(
+                "these weights cannot be initialised anew by reset_parameters and start alike in all members: %s; "
+                "init='prior' draws them from the prior",
+                ", ".join(kept),
+            )
+        alike = run.starts is not None and len(next(iter(run.starts.values()))) == 1
+        same = self.members > 1 and (alike or (self.init == "given" and run.starts is None))
+        if same and not self.stage.traits.noisy and self.plan(model.num_data).batch_size is None:
+            log.warning(
+                "all members start alike and see the same full batches: unless the network itself is random they stay copies of "
+                "each other and show no epistemic uncertainty; use init='fresh' or a batch_size"
+            )
+
+    def starting(self, model: Model, run: Run[Any], member: int) -> Model:
+        """The model at this member's starting point."""
+        if run.starts is not None:
+            count = len(next(iter(run.starts.values())))
+            return model.starting_at(index(run.starts, member % count))
+        if self.init == "given":
+            return model
+        stream = random.generator(run.seed, 5, member)
+        fresh = model.reinitialised(stream) if self.init == "fresh" else model.prior.sample(model.initial, stream)
+        return model.starting_at({**model.buffers, **fresh})
+
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        """All members at once, by vmap; batches are stacked too unless all members see the whole data."""
+        shared = batch.y.ndim == model.target_ndim
+        axes: Any = None if shared else Batch(*(None if part is None else 0 for part in batch))  # type: ignore[arg-type]
+        advance = torch.func.vmap(lambda s, b: self.stage.step(model, run, s, b), in_dims=(0, axes), randomness="different")
+        return advance(state, batch)
+
+    def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        """All members one after the other: for networks that vmap cannot stack."""
+        shared = batch.y.ndim == model.target_ndim
+        results = [
+            self.stage.step(model, run, index(state, k), batch if shared else index(batch, k)) for k in range(self.members)
+        ]
+        return stack([new for new, _ in results]), stack([info for _, info in results])
+
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        """Those of all members, in turn."""
+        return concatenate([self.stage.kept(model, run, index(state, k)) for k in range(self.members)])
+
+
+@dataclass(frozen=True)
+class FirstOfSeveral(Stacked):
+    """The stacked first stage of members that have more stages: it leaves what each of them goes on from."""
+
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        left: Weights = {}
+        for k in range(self.members):
+            left |= named(k, self.stage.kept(model, run, index(state, k)))
+        return left
+
+
+@dataclass(frozen=True)
+class Member(Stage):
+    """A later stage of one member (the `number`-th here, the `first` + `number`-th of the ensemble), on its own."""
+
+    stage: Stage
+    number: int
+    first: int = 0
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return self.stage.traits
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return self.stage.plan(num_data, per_epoch)
+
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        return self.stage.prepare(model, self._own(run))
+
+    def _own(self, run: Run[Any]) -> Run[Any]:
+        return replace(run, before=of_member(self.number, run.before))
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
+        return self.stage.start(model, self._own(run), random.fold(key, self.first + self.number))
+
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        return self.stage.step(model, self._own(run), state, batch)
+
+    def finished(self, state: Any) -> bool:
+        return self.stage.finished(state)
+
+    def caption(self, state: Any) -> str | None:
+        said = self.stage.caption(state)
+        return said and f"member {self.first + self.number}, {said}"
+
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        """What all members have left so far."""
+        others = {name: value for name, value in run.before.items() if not name.startswith(f"{self.number}/")}
+        return others | named(self.number, self.stage.kept(model, self._own(run), state))
+
+
+def named(member: int, left: Mapping[str, Tensor]) -> Weights:
+    """What a member left, under names of its own among those of all members."""
+    return {f"{member}/{name}": value for name, value in left.items()}
+
+
+def of_member(member: int, left: Mapping[str, Tensor]) -> Weights:
+    """What this member left."""
+    return {n.partition("/")[2]: value for n, value in left.items() if n.partition("/")[0] == str(member)}

@@ -1,1 +1,0 @@
-"""Bounds in closed form, by moments through the network."""
