@@ -1,5 +1,5 @@
 """The sum over one pass, under its former name."""
 
-from plausible.core.data import accumulate
+from plausible.core.passes import accumulate
 
 __all__ = ["accumulate"]
