@@ -303,7 +303,7 @@ def cuda() -> dict[str, Any]:
 
 def floor(rows: int = 256, points: int = 10_000, columns: int = 10) -> dict[str, float]:
     """Seconds of the matrix products alone that fits of 10,000 points need, by chunks of 256: what no bookkeeping can undercut."""
-    from plausible.blocks.curvature.gram import add_gram
+    from plausible.blocks.curvature.layers import add_gram
 
     x, h, slopes = torch.rand(rows, 784), torch.rand(rows, 400), torch.rand(rows * columns, 400)
     first, second = torch.rand(784, 400), torch.rand(400, 400)

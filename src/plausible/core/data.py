@@ -250,21 +250,6 @@ class StreamData:
 Data = ArrayData | StreamData
 
 
-def accumulate(function: Callable[[Batch], Any], data: Data, *, chunk: int = 1024) -> Any:
-    """Σ_batches function(batch) for a tree of tensors; memory is bounded by one chunk of the data.
-
-    `function` must return sums over its batch (not means), so that the result does not depend on `chunk`; or None, where it adds
-    up by itself.
-    """
-    total: Any = None
-    with torch.no_grad():
-        for batch in data.chunks(chunk):
-            value = function(batch)
-            if value is not None:
-                total = value if total is None else pytree.tree_map(lambda a, b: a + b, total, value)
-    return total
-
-
 def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = None, num_data: int | None = None) -> Data:
     """Whatever the user has → `ArrayData` or `StreamData`, checked.
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plausible.blocks.curvature.dense import Subset
 from plausible.blocks.curvature.estimating import choose_chunk, is_final
 from plausible.blocks.curvature.kronecker import Kronecker
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.low_rank_block import projected
+from plausible.blocks.curvature.low_rank import projected
 from plausible.blocks.curvature.structures import Curvature
-from plausible.blocks.curvature.subset import Subset
 from plausible.blocks.curvature.tuning import Evidence, gaussian_log_prior
 from plausible.blocks.variational import expected_log_prior
 from plausible.core import random, storage

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.blocks.curvature import columns, losses
 from plausible.blocks.curvature.columns import Choice, Columns, Portions
-from plausible.blocks.curvature.estimating import estimate
+from plausible.blocks.curvature.estimating import Tally, estimate
 from plausible.blocks.curvature.output_fisher import Dense, Elementwise, OutputFisher, Softmax
-from plausible.blocks.curvature.tally import Tally
 from plausible.core.data import ArrayData, Batch, as_data, select_rows
 from plausible.core.model import Model
 
@@ -119,6 +118,11 @@ def portions(data: Any, logits: Tensor, negligible: float, size: int = 8) -> tup
     return Portions(fisher, lambda _: size, whole.all(), negligible), whole
 
 
+def passed(made: Portions, data: Any) -> Any:
+    """One pass."""
+    return (piece for batch in data.chunks(made.chunk) for piece in made.of(batch))
+
+
 def lost_of(batch: Batch, choice: Choice | None) -> Tensor:
     """Σ_n of what is left out of the diagonals of weighted F_n, [C], by writing all columns down."""
     fisher = losses.output_fisher(pl.likelihoods.Categorical(), batch.x)
@@ -158,7 +162,7 @@ def test_every_example_comes_once_and_no_output_loses_more_than_its_share(
         by = diagonals.sum(1).argsort(descending=order == "unsure first")
         data, logits = ArrayData(select_rows(data.batch, by), rows), logits[by]
     made, whole = portions(data, logits, negligible)
-    found = list(made(whole))
+    found = list(passed(made, whole))
     seen = [row for batch, _ in found for row in torch.cat([batch.x, batch.y[:, None], batch.weight[:, None]], 1).tolist()]
     assert sorted(seen) == sorted(torch.cat([logits, data.batch.y[:, None], data.batch.weight[:, None]], 1).tolist())
     lost = torch.stack([lost_of(*one) for one in found]).sum(0)
@@ -174,7 +178,7 @@ def test_rows_of_a_chunk_keep_their_order() -> None:
     _, _, data, logits = sure(300)
     data.batch.weight.copy_(torch.arange(300))
     made, whole = portions(data, logits, 1e-2, size=32)
-    found = [batch.weight for batch, choice in made(whole) if choice is not None]
+    found = [batch.weight for batch, choice in passed(made, whole) if choice is not None]
     assert found
     assert all((weight.diff() > 0).all() for weight in found)
 
@@ -201,7 +205,7 @@ def test_outputs_of_small_scale_keep_their_curvature(structure: Any) -> None:
 def test_examples_that_all_need_their_columns_stay_in_order() -> None:
     _, _, data, logits = sure(300)
     made, whole = portions(data, 0.01 * logits, 1e-5)
-    found = list(made(whole))
+    found = list(passed(made, whole))
     assert all(choice is None for _, choice in found)
     torch.testing.assert_close(torch.cat([batch.x for batch, _ in found]), 0.01 * logits)
     assert made.used == 300 * made.columns
@@ -259,7 +263,7 @@ def test_masked_positions_cost_nothing() -> None:
         data.all(),
         1e-9,
     )
-    assert sum(len(batch.y) for batch, _ in made(data)) == 64
+    assert sum(len(batch.y) for batch, _ in passed(made, data)) == 64
     assert made.used <= 64 * 2 * 3
 
 

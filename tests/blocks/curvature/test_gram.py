@@ -7,11 +7,10 @@ import torch
 
 import plausible as pl
 from plausible.blocks.curvature import estimating
-from plausible.blocks.curvature.estimating import estimate
-from plausible.blocks.curvature.gram import add_gram, add_products
+from plausible.blocks.curvature.estimating import Tally, estimate
 from plausible.blocks.curvature.kronecker import eigen
+from plausible.blocks.curvature.layers import add_gram, add_products
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.tally import Tally
 from plausible.core.data import as_data
 from plausible.core.model import Model
 from tests.helpers.networks import NETWORKS, build

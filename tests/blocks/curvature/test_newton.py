@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.blocks import Dense
+from plausible.blocks.curvature.dense import Dense
 from plausible.blocks.curvature.layers import Layer
-from plausible.blocks.curvature.newton import climbed
 from plausible.blocks.curvature.structures import Curvature
+from plausible.blocks.curvature.tuning import climbed
 from plausible.core.weights import Weights
 
 LAYER = Layer(("w",), "vector", ((2,),), biased=False, weighted=True, transposed=False, groups=1)

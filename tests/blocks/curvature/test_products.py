@@ -138,7 +138,7 @@ def dense(model: Model, weights: Mapping[str, Tensor], data: ArrayData, kind: st
     def total(vector: Tensor) -> Tensor:
         return -(model.log_likelihood(back(vector), batch) * weight).sum()
 
-    with products._kernels(plain=True):
+    with products.kernels(plain=True):
         if kind == "hessian":
             return torch.autograd.functional.hessian(total, point)
         jacobian = torch.autograd.functional.jacobian(lambda v: model.outputs(back(v), batch.x), point)  # [N, O, P]

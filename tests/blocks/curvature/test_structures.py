@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import plausible as pl
 from plausible.blocks.curvature import losses
-from plausible.blocks.curvature.blocks import flat
 from plausible.blocks.curvature.estimating import estimate
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.structures import Curvature
+from plausible.blocks.curvature.structures import Curvature, flat
 from plausible.core.data import as_data
 from plausible.core.model import Model
 from tests.blocks.curvature.test_linearising import exact, unit
@@ -67,7 +66,7 @@ def everything(curvature: Curvature) -> list[Any]:
 
 def matrix(curvature: Curvature, precision: dict[str, Tensor], scale: Tensor) -> Tensor:
     """Λ from its products with unit vectors, in the order of the blocks."""
-    from plausible.blocks.curvature.blocks import named
+    from plausible.blocks.curvature.structures import named
 
     layers = everything(curvature)
     return flat(layers, curvature.product(named(layers, torch.eye(curvature.size).double()), precision, scale))
@@ -122,7 +121,7 @@ def test_all_answers_come_from_the_same_matrix(name: str, structure: Any) -> Non
     v = {n: torch.randn(weights[n].shape).double() for n in found.names}
     line = flat(layers, {n: value[None] for n, value in v.items()})[0]
     torch.testing.assert_close(found.quadratic(v, precision, scale), line @ covariance @ line)
-    from plausible.blocks.curvature.blocks import named
+    from plausible.blocks.curvature.structures import named
 
     root = flat(layers, found.draw(named(layers, torch.eye(found.size).double()), precision, scale)).T
     torch.testing.assert_close(root @ root.T, covariance)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.blocks.curvature.estimating import estimate
 from plausible.blocks.curvature.kronecker import Kronecker
-from plausible.blocks.curvature.structures import Curvature
-from plausible.blocks.curvature.sums import added
+from plausible.blocks.curvature.structures import Curvature, added
 from plausible.core.data import ArrayData
 from plausible.core.model import Model
 from plausible.core.weights import Weights

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible.blocks.curvature.backward import can_batch, gradients
-from plausible.blocks.curvature.estimating import estimate
-from plausible.blocks.curvature.linearising import Linearisation
+from plausible.blocks.curvature.estimating import Tally, estimate
+from plausible.blocks.curvature.linearising import Linearisation, can_batch, gradients
 from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gradient
-from plausible.blocks.curvature.tally import Tally
 from plausible.core.data import as_data
 from plausible.core.model import Model
 from tests.helpers.networks import NETWORKS, build

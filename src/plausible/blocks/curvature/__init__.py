@@ -1,7 +1,7 @@
 """Curvature of the log-likelihood in the weights: products without the Jacobian, and structures added up over the data."""
 
 from plausible.blocks.curvature import losses
-from plausible.blocks.curvature.estimating import estimate
+from plausible.blocks.curvature.estimating import estimate, start
 from plausible.blocks.curvature.layers import Layer, Part
 from plausible.blocks.curvature.linearising import Linearisation
 from plausible.blocks.curvature.low_rank import leading
@@ -20,4 +20,5 @@ __all__ = [
     "leading",
     "log_joint_gradient",
     "losses",
+    "start",
 ]

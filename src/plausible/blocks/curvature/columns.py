@@ -8,14 +8,14 @@ together have at most the share `negligible` of Σ_n F_n,jj for every output j, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plausible.core.data import Batch, Data, num_rows, select_rows
+from plausible.core.data import Batch, num_rows, select_rows
 from plausible.core.special import flushed
 from plausible.core.weights import num_bytes
 
@@ -46,53 +46,68 @@ class Columns:
         self._scale = None if weight is None else weight.sqrt().reshape(1, -1, *[1] * (len(fisher.shape) - 1))
 
     def __len__(self) -> int:
-        own = self._fisher.num_roots if self._choice is None else self._choice.columns
-        return own + (self._first is not None)
+        roots = self._fisher.num_roots if self._choice is None else self._choice.columns
+        return roots + (self._first is not None)
 
     def __getitem__(self, wanted: slice) -> Tensor:
         start, stop, _ = wanted.indices(len(self))
         skipped = int(self._first is not None)
-        own = slice(max(start - skipped, 0), max(stop - skipped, 0))
-        found = self._fisher.root(own) if self._choice is None else self._fisher.leading(own, self._choice.total)
-        found = found if self._scale is None else found * self._scale.to(found)
+        roots = slice(max(start - skipped, 0), max(stop - skipped, 0))
+        columns = self._fisher.root(roots) if self._choice is None else self._fisher.leading(roots, self._choice.total)
+        columns = columns if self._scale is None else columns * self._scale.to(columns)
         if self._first is not None and not start:
-            found = torch.cat([self._first[None], found])
-        return flushed(found)
+            columns = torch.cat([self._first[None], columns])
+        return flushed(columns)  # products with denormal numbers take a CPU up to a hundred times as long
 
 
 class Portions:
     """The data in chunks, each with the columns that its examples need (None: all).
 
-    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, and `first` is any batch.
-    What is left out never has more than its share of the examples so far, so that one pass is enough.
+    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, `first` is any batch, and
+    `resident` says that inputs are in memory anyway. What is left out never has more than its share of the examples so far, so
+    that one pass is enough.
     """
 
-    def __init__(self, fisher: Callable[[Batch], OutputFisher], sizes: Callable[[int], int], first: Batch, negligible: float):
+    def __init__(
+        self,
+        fisher: Callable[[Batch], OutputFisher],
+        sizes: Callable[[int], int],
+        first: Batch,
+        negligible: float,
+        resident: bool = True,
+    ):
         if not 0 <= negligible < 1:
             raise ValueError(f"negligible must be at least 0 and below 1, got {negligible!r}")
         self._fisher, self._sizes, self._negligible = fisher, sizes, negligible
         self.columns = fisher(first).num_roots
         self.used = 0
         """Columns that were given out, over all examples."""
-        self._input = num_bytes(first.x) // num_rows(first.x)
-        self._size = sizes(self.columns)
+        self._size = self.chunk = sizes(self.columns)
+        """Examples that are ordered together."""
+        self._orders = negligible > 0 and self.columns > 1
+        if self._orders:
+            inputs = 0 if resident else num_bytes(first.x) // num_rows(first.x)
+            self.chunk = max(self._size, MEMORY // (32 * self.columns + inputs))
         self._total: Tensor | None = None  # Σ_n F_n,jj so far: [P, C]
         self._lost = 0.0  # the largest share that was left out of any of them
 
-    def __call__(self, data: Data) -> Iterator[tuple[Batch, Choice | None]]:
-        """One pass."""
-        many = self._size
-        if self._negligible > 0 and self.columns > 1:
-            many = max(self._size, MEMORY // (32 * self.columns + (0 if data.resident else self._input)))
-        for large in data.chunks(many):
-            ordered = self._ordered(large) if self._negligible > 0 and self.columns > 1 else None
-            yield from ordered or self._plain(large)
-
-    def _plain(self, batch: Batch) -> Iterator[tuple[Batch, Choice | None]]:
-        rows = num_rows(batch.x)
-        self.used += rows * self.columns
-        for part in _parted(batch, [*range(0, rows, self._size), rows]):
+    def of(self, batch: Batch) -> Iterator[tuple[Batch, Choice | None]]:
+        """The examples of a batch, about `chunk` of them, in pieces that are looked at together."""
+        if self._orders and (ordered := self._ordered(batch)) is not None:
+            yield from ordered
+            return
+        self.used += num_rows(batch.x) * self.columns
+        for part in parted(batch, self._size):
             yield part, None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was seen so far."""
+        numbers = {"numbers": torch.tensor([self.used, self._lost], dtype=torch.float64)}
+        return numbers if self._total is None else {**numbers, "total": self._total}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        used, self._lost = tensors["numbers"].tolist()
+        self.used, self._total = int(used), tensors.get("total")
 
     def _ordered(self, batch: Batch) -> Iterator[tuple[Batch, Choice | None]] | None:
         """By falling numbers of columns; None where that spares little. The rows of a chunk keep their order."""
@@ -116,16 +131,15 @@ class Portions:
     @torch.no_grad()
     def needed(self, batch: Batch) -> tuple[Tensor, float]:
         """How many columns each example needs, [B], at least one, and the sum of the shares of the others, the smallest of all."""
-        rows, found = num_rows(batch.x), []
-        for part in _parted(batch, [*range(0, rows, 4 * self._size), rows]):  # a forward pass alone takes less memory
-            found.append((self._fisher(part), part.weight))
-        sums = [_weighted(fisher.diagonal(), weight).sum(0, dtype=torch.float64) for fisher, weight in found]
+        # a forward pass alone takes less memory
+        known = [(self._fisher(part), part.weight) for part in parted(batch, 4 * self._size)]
+        sums = [_weighted(fisher.diagonal(), weight).sum(0, dtype=torch.float64) for fisher, weight in known]
         total = torch.stack(sums).sum(0)
         if self._total is not None:  # what was lost before is a smaller share of what is known now
             total += self._total
             self._lost *= float((self._total / total).nan_to_num(1.0).max())
         self._total = total
-        shares = torch.cat([_weighted(fisher.shares(total), weight) for fisher, weight in found])
+        shares = torch.cat([_weighted(fisher.shares(total), weight) for fisher, weight in known])
         rising = shares.flatten().sort().values
         running = rising.double().cumsum(0)
         spared = min(int((running <= self._negligible - self._lost).sum()), len(rising) - 1)
@@ -137,6 +151,6 @@ def _weighted(values: Tensor, weight: Tensor | None) -> Tensor:
     return values if weight is None else values * weight.to(values).reshape(-1, *[1] * (values.ndim - 1))
 
 
-def _parted(batch: Batch, cuts: Sequence[int]) -> Iterator[Batch]:
-    """What lies between these row numbers."""
-    return (select_rows(batch, slice(start, stop)) for start, stop in pairwise(cuts) if start < stop)
+def parted(batch: Batch, size: int) -> Iterator[Batch]:
+    """The rows in pieces of at most this size."""
+    return (select_rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch.x), size))

@@ -1,33 +1,35 @@
-"""The curvature of a model at its weights, estimated in one pass over the data with bounded memory.
+"""The curvature of a model at its weights, estimated in a few passes over the data with bounded memory.
 
 H = Σ_n weight_n J_nᵀ F_n J_n   (Gauss-Newton, Fisher),   Σ_n weight_n g_n g_nᵀ   (empirical),   or the Hessian of −log p(D | w)
+
+`start` gives an `Estimator` (see `plausible.core.passes`), which whoever has the data feeds with them; `estimate` does both.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.curvature import losses
-from plausible.blocks.curvature.blocks import Block, Dense, Diagonal, flat, named
-from plausible.blocks.curvature.columns import Choice, Columns, Portions
-from plausible.blocks.curvature.gram import keep_freed_memory
+from plausible.blocks.curvature.columns import Choice, Columns, Portions, parted
+from plausible.blocks.curvature.dense import Dense, ExactHessian, Subset
 from plausible.blocks.curvature.kronecker import Kronecker, Sharing
-from plausible.blocks.curvature.layers import Layer, Part
+from plausible.blocks.curvature.layers import Layer, Part, keep_freed_memory
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.low_rank_block import LowRank
+from plausible.blocks.curvature.low_rank import Eigenpairs, LowRank
 from plausible.blocks.curvature.output_fisher import OutputFisher
-from plausible.blocks.curvature.structures import Curvature, CurvatureName, StructureName, apart, assigned
-from plausible.blocks.curvature.subset import Subset
-from plausible.blocks.curvature.tally import Tally
-from plausible.core.data import Batch, Data, num_rows
+from plausible.blocks.curvature.structures import Block, Curvature, CurvatureName, Diagonal, StructureName, apart, assigned
+from plausible.core.data import Batch, Data
 from plausible.core.memory import available
 from plausible.core.model import Model
-from plausible.engine.progress import Progress
+from plausible.core.passes import Estimator, run
+from plausible.core.transforms import value_and_gradient
+from plausible.core.weights import Weights
 
 log = logging.getLogger("plausible")
 
@@ -39,8 +41,304 @@ ROWS = 2560
 """Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
 EXAMPLES = 256
 """Examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace."""
-HESSIAN_LIMIT = 20_000
-"""Weights up to which the diagonal of a Hessian is read off its products."""
+
+
+class Tally:
+    """Σ_n weight_n log p(y_n | f_n), in float64 (None before the first batch), and its gradient, by weight.
+
+    Cost: one more column beside those of the curvature, and a product of the size of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.layers: Sequence[Layer] = ()
+
+    @property
+    def log_likelihood(self) -> Tensor | None:
+        return self.sums.get("log likelihood")
+
+    @property
+    def columns(self) -> float | None:
+        """Columns of the outputs' Fisher that were looked at, on average over the examples."""
+        return float(self.sums["columns"]) if "columns" in self.sums else None
+
+    @property
+    def gradient(self) -> Weights:
+        """∂/∂w of the sum, by weight."""
+        totals = ((layer, self.sums.get(f"slope.{layer.names[0]}")) for layer in self.layers)
+        return {n: v for layer, total in totals if total is not None for n, v in layer.named(total).items()}
+
+    def slope(self, model: Model, weights: Mapping[str, Tensor], batch: Batch, outputs: Tensor) -> Tensor:
+        """∂/∂f of a batch's part of the sum, [B, *O]; adds its value."""
+        noise = model.noise(weights)
+
+        def total(at: Weights) -> tuple[Tensor, tuple[()]]:
+            each = model.likelihood.log_prob(at["outputs"], batch.y, noise)
+            if batch.mask is not None:
+                each = torch.where(batch.mask, each, torch.zeros_like(each))
+            each = each.flatten(1).sum(1) if each.ndim > 1 else each
+            return (each if batch.weight is None else each * batch.weight).sum(), ()
+
+        value, _, slope = value_and_gradient(total, {"outputs": outputs})
+        before = self.sums.get("log likelihood")
+        self.sums["log likelihood"] = value.double() if before is None else before + value
+        return slope["outputs"]
+
+    def take(self, parts: Sequence[Part]) -> list[Part]:
+        """Add the gradient, which is in the first column of the parts; the parts without that column."""
+        for part in parts:
+            name = f"slope.{part.layer.names[0]}"
+            self.sums[name] = Part(part.layer, part.columns, part.rows[:1]).summed(self.sums.get(name))
+        return [Part(part.layer, part.columns, part.rows[1:]) for part in parts]
+
+
+def estimate(
+    model: Model,
+    weights: Mapping[str, Tensor],
+    data: Data,
+    *,
+    structure: StructureName = "kron",
+    curvature: CurvatureName = "ggn",
+    watch: Callable[[int, str], None] | None = None,
+    **settings: Any,
+) -> Curvature:
+    """H of the random weights at `weights`, over all of the data: `start` with these `settings`, run to its end.
+
+    `watch` is told the number of examples that were seen so far, and a note.
+    """
+    return run(start(model, weights, data, structure=structure, curvature=curvature, **settings), data, watch)
+
+
+def start(
+    model: Model,
+    weights: Mapping[str, Tensor],
+    data: Data,
+    *,
+    structure: StructureName = "kron",
+    curvature: CurvatureName = "ggn",
+    names: Sequence[str] | None = None,
+    precision: Mapping[str, Tensor] | None = None,
+    sharing: Sharing = "expand",
+    rank: int = 20,
+    chunk: int | None = None,
+    negligible: float = 0.0,
+    seed: int = 0,
+    chosen: Tensor | None = None,
+    tally: Tally | None = None,
+) -> Estimator[Curvature]:
+    """An estimator of H of the random weights (or those in `names`) at `weights`; of the data it looks at a few examples.
+
+    `precision` are those of the prior: weights and biases of a layer share Kronecker factors where theirs agree. `chunk`
+    examples are looked at together; None chooses so many that matrix products are efficient, in at most half a GiB. Columns of
+    the outputs' Fisher that have at most the share `negligible` of what is known about any output are left out. `chosen` are
+    numbers of elements, in the order of the layers: the full matrix of these alone. `tally` is filled on the way, except by
+    "lowrank" and by the Hessian, which do not look at the layers.
+    """
+    model = model.restricted([n for n in names or model.random if not n.startswith("likelihood.")])
+    first = next(iter(data.chunks(3)))
+    at = Linearisation(model, weights, first.x)
+    layers = at.all_layers
+    like = next(iter(at.weights.values()))
+    needed = forecast(layers, structure, rank) if chosen is None else 5 * len(chosen) ** 2
+    require(like.element_size() * needed, like.device, structure)
+    if structure == "lowrank":
+        return _LowRank(layers, model, at.weights, data, rank, kind=curvature, seed=seed)
+    if curvature == "hessian":
+        return ExactHessian(model, at.weights, data, plan(layers, structure), structure, chunk)
+    blocks = plan(layers, structure, precision, sharing) if chosen is None else [Subset(layers, chosen)]
+    return _Sums(model, at, data, first, blocks, structure, curvature, chunk, negligible, tally)
+
+
+class _Sums:
+    """Blocks that are added up: of each chunk the parts of JᵀS for its columns S, slice by slice; then again to correct them."""
+
+    note = ""
+
+    def __init__(
+        self,
+        model: Model,
+        at: Linearisation,
+        data: Data,
+        first: Batch,
+        blocks: Sequence[Block],
+        structure: str,
+        curvature: str,
+        chunk: int | None,
+        negligible: float,
+        tally: Tally | None,
+    ):
+        self.model, self.at, self.blocks, self.structure, self.tally = model, at, list(blocks), structure, tally
+        self.passes, self.turn = 2 if structure == "ekfac" else 1, 0
+        self.device, self.noise = next(iter(at.weights.values())).device, model.noise(at.weights)
+        self.num_data, self.wished = data.num_data, chunk
+        self.empirical = curvature == "empirical"
+        self.final = is_final(at, model) and structure == "kron" and not self.empirical and len(model.output_shape) == 1
+        # blocks that never write a Jacobian down are limited by the CPU's caches, the others by their own matrices
+        self.cached = self.device.type == "cpu" and structure in ("diag", "kron", "ekfac") and not isinstance(blocks[0], Subset)
+        self._sizes: dict[tuple[int, bool], tuple[int, int]] = {}
+        if tally is not None:
+            tally.layers = at.all_layers
+        for block in self.blocks:
+            if isinstance(block, Kronecker):
+                block.dtype = next(iter(at.weights.values())).dtype
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._portions = partial(
+            Portions, self._fisher, lambda columns: self._size(columns)[0], first, negligible, data.resident
+        )
+        self.portions = None if self.empirical or self.final else self._portions()
+
+    @property
+    def chunk(self) -> int:
+        return self._size(1)[0] if self.portions is None else self.portions.chunk
+
+    def _size(self, count: int) -> tuple[int, int]:
+        """How many examples with so many columns, and how many of the columns, are looked at together."""
+        tallied = self.tally is not None and self.turn == 0
+        if (count, tallied) not in self._sizes:
+            columns = count + tallied
+            if self.final:
+                size = self.wished or choose_chunk(self.at, 1, self.device), 1
+            else:
+                enough = max(EXAMPLES, min(2 * EXAMPLES, ROWS // columns)) if self.cached else EXAMPLES
+                together = min(columns, max(2, ROWS // (self.wished or enough))) if self.cached else columns
+                size = self.wished or choose_chunk(self.at, together, self.device, enough), together
+            self._sizes[count, tallied] = size
+        return self._sizes[count, tallied]
+
+    def add(self, batch: Batch) -> None:
+        if self.portions is None:
+            for part in parted(batch, self._size(1)[0]):
+                if self.final:
+                    self._add_final(part)
+                else:
+                    self._add(part, partial(self._gradients, part), self._size(1)[1])
+            return
+        for part, choice in self.portions.of(batch):
+            together = self._size(self.portions.columns if choice is None else choice.columns)[1]
+            self._add(part, partial(self._columns, part, choice), together)
+
+    @torch.no_grad()
+    def _add(self, batch: Batch, columns: Callable[[Tensor], Tensor | Columns], together: int) -> None:
+        """Add some examples, slice by slice of their columns; that of the tally is the first."""
+        weight = _counted(batch)
+        for number, (_, parts) in enumerate(self.at.slices(batch.x, columns, together)):
+            if self.tally is not None and self.turn == 0 and not number:
+                parts = self.tally.take(parts)
+            for block, block_parts in zip(self.blocks, assigned(self.blocks, parts)):
+                if self.turn == 0:
+                    block.add(block_parts, weight, again=number > 0)
+                elif isinstance(block, Kronecker):
+                    block.correct(block_parts[0])
+            del parts, block_parts  # before the next ones are made
+        for block in self.blocks:
+            block.close()
+
+    def _add_final(self, batch: Batch) -> None:
+        """The factors of a last layer, whose gradients are those of the outputs."""
+        batch = batch._replace(weight=_counted(batch))
+
+        def column(f: Tensor) -> Tensor:
+            slope = self._slope(batch, f)
+            return (torch.zeros_like(f) if slope is None else slope)[None]
+
+        outputs, parts = self.at(batch.x, column)
+        if self.tally is not None:
+            self.tally.take(parts)
+        b = losses.summed(self.model.likelihood, outputs, self.noise, batch.weight, batch.mask, targets=batch.y)
+        c = parts[0].columns[:, 0, 0]
+        for block in self.blocks:
+            assert isinstance(block, Kronecker)
+            whole = block.layer.names == parts[0].layer.names
+            inputs = c if whole else c[:, :-1] if block.layer.weighted else torch.ones_like(c[:, :1])
+            block.add_final(inputs, b, batch.weight)
+
+    def _fisher(self, batch: Batch, outputs: Tensor | None = None) -> OutputFisher:
+        outputs = self.at.outputs(batch.x) if outputs is None else outputs
+        return losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
+
+    def _columns(self, batch: Batch, choice: Choice | None, outputs: Tensor) -> Columns:
+        """S of a batch, SSᵀ = F, times √weight; the column of the tally comes first."""
+        return Columns(self._fisher(batch, outputs), choice, batch.weight, self._slope(batch, outputs))
+
+    def _gradients(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """The same for the gradient of the log-likelihood."""
+        score = losses.gradient(self.model.likelihood, outputs, batch.y, self.noise, batch.mask)
+        if batch.weight is not None:
+            score = score * batch.weight.sqrt().reshape(-1, *[1] * (score.ndim - 1))
+        first = self._slope(batch, outputs)
+        return score[None] if first is None else torch.stack([first, score])
+
+    def _slope(self, batch: Batch, outputs: Tensor) -> Tensor | None:
+        if self.tally is None or self.turn > 0:
+            return None
+        return self.tally.slope(self.model, self.at.weights, batch, outputs)
+
+    def next_pass(self) -> bool:
+        for block in self.blocks:
+            if self.turn == 0 or isinstance(block, Kronecker):
+                block.finish()
+        if self.portions is not None:
+            used = self.portions.used / self.num_data
+            log.debug("%.1f of %d columns for each example", used, self.portions.columns)
+            if self.tally is not None and self.turn == 0:
+                self.tally.sums["columns"] = torch.tensor(used, dtype=torch.float64)
+        self.turn += 1
+        if self.turn == self.passes:
+            return False
+        if self.portions is not None:  # with chunks of another size: there is no tally any more
+            self.portions = self._portions()
+        return True
+
+    def finish(self) -> Curvature:
+        return Curvature(self.blocks, self.structure)
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = {"turn": torch.tensor(self.turn)}
+        state |= {f"block {i}.sum.{n}": v for i, block in enumerate(self.blocks) for n, v in block.sums.items()}
+        if self.turn:
+            state |= {f"block {i}.kept.{n}": v for i, block in enumerate(self.blocks) for n, v in block.tensors().items()}
+        if self.portions is not None:
+            state |= {f"portions.{n}": v for n, v in self.portions.tensors().items()}
+        return state if self.tally is None else state | {f"tally.{n}": v for n, v in self.tally.sums.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
+
+        self.turn = int(tensors["turn"])
+        for i, block in enumerate(self.blocks):
+            if self.turn:
+                self.blocks[i] = block = block.restored(block.layers, below(f"block {i}.kept."))
+            block.sums.update(below(f"block {i}.sum."))
+        if self.portions is not None:
+            self.portions = self._portions()
+            self.portions.restore(below("portions."))
+        if self.tally is not None:
+            self.tally.sums.update(below("tally."))
+
+
+class _LowRank(Eigenpairs):
+    """The leading eigenpairs as a curvature."""
+
+    def __init__(self, layers: Sequence[Layer], *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.layers = layers
+
+    def finish(self) -> Curvature:  # type: ignore[override]
+        return Curvature([LowRank(self.layers, *super().finish())], "lowrank")
+
+
+def _counted(batch: Batch) -> Tensor | None:
+    """Example weights, 0 for examples of which nothing was observed."""
+    if batch.mask is None:
+        return batch.weight
+    seen = (batch.mask.flatten(1).any(1) if batch.mask.ndim > 1 else batch.mask).float()
+    return seen if batch.weight is None else seen * batch.weight
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept, and what it takes
 
 
 def plan(
@@ -53,15 +351,15 @@ def plan(
         return [Dense([layer]) for layer in layers]
     if structure == "full":
         return [Dense(layers)]
-    found: list[Block] = []
+    blocks: list[Block] = []
     for layer in layers:
         if layer.kind == "vector":
-            found.append((Dense if layer.size <= SMALL else Diagonal)([layer]))
+            blocks.append((Dense if layer.size <= SMALL else Diagonal)([layer]))
             continue
         both = layer.biased and layer.weighted
         equal = precision is None or not both or _agree(*(precision[name] for name in layer.names))
-        found += [Kronecker([own], sharing) for own in ([layer] if equal else apart(layer))]
-    return found
+        blocks += [Kronecker([one], sharing) for one in ([layer] if equal else apart(layer))]
+    return blocks
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
@@ -85,162 +383,6 @@ def require(needed: int, device: torch.device, structure: str) -> None:
             f"structure={structure!r} needs about {needed / 2**30:,.1f} GiB for these weights and {free / 2**30:,.1f} GiB are free "
             f"on {device}; use structure='kron' or 'diag', fewer weights (where='last'), or another device"
         )
-
-
-def estimate(
-    model: Model,
-    weights: Mapping[str, Tensor],
-    data: Data,
-    *,
-    structure: StructureName = "kron",
-    curvature: CurvatureName = "ggn",
-    names: Sequence[str] | None = None,
-    precision: Mapping[str, Tensor] | None = None,
-    sharing: Sharing = "expand",
-    rank: int = 20,
-    chunk: int | None = None,
-    negligible: float = 0.0,
-    progress: bool | None = False,
-    seed: int = 0,
-    chosen: Tensor | None = None,
-    tally: Tally | None = None,
-) -> Curvature:
-    """H of the random weights (or those in `names`) at `weights`, over all of the data.
-
-    `precision` are those of the prior: weights and biases of a layer share Kronecker factors where theirs agree. `chunk`
-    examples are looked at together; None chooses so many that matrix products are efficient, in at most half a GiB. Columns of
-    the outputs' Fisher that have at most the share `negligible` of what is known about any output are left out. `chosen` are
-    numbers of elements, in the order of the layers: the full matrix of these alone. `tally` is filled on the way, except by
-    "lowrank" and by the Hessian, which do not look at the layers.
-    """
-    model = model.restricted([n for n in names or model.random if not n.startswith("likelihood.")])
-    first = next(iter(data.chunks(3)))
-    at = Linearisation(model, weights, first.x)
-    layers = at.all_layers
-    device, item = next(iter(at.weights.values())).device, next(iter(at.weights.values())).element_size()
-    needed = forecast(layers, structure, rank) if chosen is None else 5 * len(chosen) ** 2
-    require(item * needed, device, structure)
-    if structure == "lowrank":
-        from plausible.blocks.curvature.low_rank import leading
-
-        values, vectors = leading(model, at.weights, data, rank, kind=curvature, seed=seed, progress=progress)
-        return Curvature([LowRank(layers, values, vectors)], structure)
-    if curvature == "hessian":
-        return _hessian(model, at, data, structure, chunk)
-    blocks = plan(layers, structure, precision, sharing) if chosen is None else [Subset(layers, chosen)]
-    fast = is_final(at, model) and structure == "kron" and curvature != "empirical" and len(model.output_shape) == 1
-    if device.type == "cpu":
-        keep_freed_memory()
-    cached = device.type == "cpu" and structure in ("diag", "kron", "ekfac") and chosen is None
-    passes = 2 if structure == "ekfac" else 1
-    with Progress(f"curvature ({structure})", passes * data.num_data, "examples", progress) as bar:
-        done = 0
-        for turn in range(passes):
-            own = tally if turn == 0 else None
-            whole = _Pass(at, model, curvature, chunk, cached, own)
-            for batch, slices in whole.final(data) if fast else whole(data, first, negligible):
-                if slices is None:
-                    _add_final(at, blocks, batch, model, own)
-                else:
-                    _add(blocks, slices, _counted(batch), own, correcting=turn == 1)
-                done += num_rows(batch.x)
-                bar.update(done)
-            for block in blocks:
-                if turn == 0:
-                    block.finish()
-                elif isinstance(block, Kronecker):
-                    block.corrected()
-    return Curvature(blocks, structure)
-
-
-class _Pass:
-    """One pass over the data: chunks, and of each the parts of JᵀS for its columns S, slice by slice."""
-
-    def __init__(self, at: Linearisation, model: Model, curvature: str, chunk: int | None, cached: bool, tally: Tally | None):
-        self.at, self.model, self.curvature, self.tally = at, model, curvature, tally
-        self.chunk, self.cached = chunk, cached
-        self.noise = model.noise(at.weights)
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def __call__(
-        self, data: Data, first: Batch, negligible: float
-    ) -> Iterator[tuple[Batch, Iterator[tuple[Tensor, list[Part]]]]]:
-        """Chunks and their slices; `first` is any batch."""
-        if self.curvature == "empirical":
-            size, together = self.sizes(1)
-            for batch in data.chunks(size):
-                yield batch, self.at.slices(batch.x, partial(self.gradients, batch), together)
-            return
-        portions = Portions(self.fisher, lambda columns: self.sizes(columns)[0], first, negligible)
-        for batch, own in portions(data):
-            together = self.sizes(portions.columns if own is None else own.columns)[1]
-            yield batch, self.at.slices(batch.x, partial(self.columns, batch, own), together)
-        log.debug("%.1f of %d columns for each example", portions.used / data.num_data, portions.columns)
-        if self.tally is not None:
-            self.tally.columns = portions.used / data.num_data
-
-    def final(self, data: Data) -> Iterator[tuple[Batch, None]]:
-        """Chunks of examples of which the last layer's inputs are enough."""
-        size = self.chunk or choose_chunk(self.at, 1, next(iter(self.at.weights.values())).device)
-        return ((batch, None) for batch in data.chunks(size))
-
-    def fisher(self, batch: Batch, outputs: Tensor | None = None) -> OutputFisher:
-        """F of a batch."""
-        outputs = self.at.outputs(batch.x) if outputs is None else outputs
-        return losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
-
-    def columns(self, batch: Batch, choice: Choice | None, outputs: Tensor) -> Columns:
-        """S of a batch, SSᵀ = F, times √weight; that of a tally comes first."""
-        return Columns(self.fisher(batch, outputs), choice, batch.weight, self.slope(batch, outputs))
-
-    def gradients(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """The same for the gradient of the log-likelihood."""
-        found = losses.gradient(self.model.likelihood, outputs, batch.y, self.noise, batch.mask)
-        if batch.weight is not None:
-            found = found * batch.weight.sqrt().reshape(-1, *[1] * (found.ndim - 1))
-        first = self.slope(batch, outputs)
-        return found[None] if first is None else torch.stack([first, found])
-
-    def slope(self, batch: Batch, outputs: Tensor) -> Tensor | None:
-        """The column of the tally."""
-        return None if self.tally is None else self.tally.slope(self.model, self.at.weights, batch, outputs)
-
-    def sizes(self, count: int) -> tuple[int, int]:
-        """How many examples with so many columns, and how many of the columns, are looked at together."""
-        if count not in self._known:
-            columns, device = count + (self.tally is not None), next(iter(self.at.weights.values())).device
-            enough = max(EXAMPLES, min(2 * EXAMPLES, ROWS // columns)) if self.cached else EXAMPLES
-            together = min(columns, max(2, ROWS // (self.chunk or enough))) if self.cached else columns
-            self._known[count] = self.chunk or choose_chunk(self.at, together, device, enough), together
-        return self._known[count]
-
-
-def _counted(batch: Batch) -> Tensor | None:
-    """Example weights, 0 for examples of which nothing was observed."""
-    if batch.mask is None:
-        return batch.weight
-    seen = (batch.mask.flatten(1).any(1) if batch.mask.ndim > 1 else batch.mask).float()
-    return seen if batch.weight is None else seen * batch.weight
-
-
-@torch.no_grad()
-def _add(
-    blocks: Sequence[Block],
-    slices: Iterator[tuple[Tensor, list[Part]]],
-    weight: Tensor | None,
-    tally: Tally | None,
-    correcting: bool,
-) -> None:
-    """Add a chunk, slice by slice of its columns; that of the tally is the first."""
-    for number, (_, parts) in enumerate(slices):
-        if tally is not None and not number:
-            parts = tally.take(parts)
-        for block, own in zip(blocks, assigned(blocks, parts)):
-            if not correcting:
-                block.add(own, weight, again=number > 0)
-            elif isinstance(block, Kronecker):
-                block.correct(own[0])
-        del parts, own  # before the next ones are made
 
 
 def choose_chunk(at: Linearisation, columns: int, device: torch.device, enough: int | None = None) -> int:
@@ -267,62 +409,3 @@ def is_final(at: Linearisation, model: Model) -> bool:
     if len(layers) != 1 or layers[0].kind != "matrix" or len(model.output_shape) != 1 or not layers[0].weighted:
         return False
     return at.final and layers[0].matrix_shape[:2] == (1, model.output_shape[0]) and not layers[0].transposed
-
-
-def _add_final(at: Linearisation, blocks: Sequence[Block], batch: Batch, model: Model, tally: Tally | None) -> None:
-    """The factors of a last layer, whose gradients are those of the outputs."""
-    batch = batch._replace(weight=_counted(batch))
-
-    def column(f: Tensor) -> Tensor:
-        return (torch.zeros_like(f) if tally is None else tally.slope(model, at.weights, batch, f))[None]
-
-    outputs, parts = at(batch.x, column)
-    if tally is not None:
-        tally.take(parts)
-    b = losses.summed(model.likelihood, outputs, model.noise(at.weights), batch.weight, batch.mask, targets=batch.y)
-    c = parts[0].columns[:, 0, 0]
-    for block in blocks:
-        assert isinstance(block, Kronecker)
-        whole = block.layer.names == parts[0].layer.names
-        own = c if whole else c[:, :-1] if block.layer.weighted else torch.ones_like(c[:, :1])
-        block.add_final(own, b, batch.weight)
-
-
-def _hessian(model: Model, at: Linearisation, data: Data, structure: str, chunk: int | None) -> Curvature:
-    """Blocks of the exact Hessian, from its products with unit vectors."""
-    from plausible.blocks.curvature.products import hessian_product
-
-    layers = at.all_layers
-    size = sum(layer.size for layer in layers)
-    if structure not in ("diag", "block", "full"):
-        raise ValueError(
-            f"curvature='hessian' has no Kronecker factors (structure={structure!r}): use structure='diag', 'block', 'full' or "
-            "'lowrank', or curvature='ggn'"
-        )
-    if size > HESSIAN_LIMIT:
-        raise ValueError(
-            f"curvature='hessian' takes a pass over the data for every weight, and there are {size:,}; use curvature='ggn', "
-            "structure='lowrank', or fewer weights (where='last')"
-        )
-    blocks = plan(layers, structure)
-    like = {name: at.weights[name] for layer in layers for name in layer.names}
-    for block in blocks:
-        own = block.size
-        rows = []
-        for start in range(0, own, 64):
-            count = min(64, own - start)
-            unit = torch.zeros(count, own, dtype=next(iter(like.values())).dtype, device=next(iter(like.values())).device)
-            unit[torch.arange(count), torch.arange(start, start + count)] = 1.0
-            vectors = {n: torch.zeros(count, *v.shape).to(v) for n, v in like.items()}
-            vectors.update(named(block.layers, unit))
-            found = flat(block.layers, hessian_product(model, at.weights, data, vectors, chunk=chunk))
-            rows.append(found if isinstance(block, Dense) else found[torch.arange(count), start + torch.arange(count)])
-        whole = torch.cat(rows)
-        if isinstance(block, Dense):
-            block.matrix = (whole + whole.T) / 2
-        else:
-            negative = int((whole < 0).sum())
-            if negative:
-                log.warning("%d of %d diagonal entries of the Hessian are negative and were set to 0", negative, own)
-            block.values = block.layers[0].split(whole.clamp(min=0))  # type: ignore[attr-defined]
-    return Curvature(blocks, structure)

@@ -8,20 +8,21 @@ corrected eigenvalues by George et al. (2018), Fast approximate natural gradient
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.blocks import KINDS, WIDE, Block, squares
-from plausible.blocks.curvature.gram import add_gram
-from plausible.blocks.curvature.layers import Layer, Part
+from plausible.blocks.curvature.layers import Layer, Part, add_gram
+from plausible.blocks.curvature.structures import Block, squares
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
 EXACT = 128
 """Sizes up to which factors are added up in float64."""
+WIDE = 256
+"""Sizes up to which factors are decomposed in float64."""
 
 
 class Kronecker(Block):
@@ -38,11 +39,7 @@ class Kronecker(Block):
         super().__init__(layers)
         (self.layer,) = layers
         self.sharing = sharing
-        self.a: Tensor | None = None
-        self.b: Tensor | None = None
-        self.count = 0.0
         self.dtype = torch.float32
-        self._corrected: Tensor | None = None
         self.into: Tensor | None = None
         self.out: Tensor
         self.values: Tensor
@@ -53,15 +50,15 @@ class Kronecker(Block):
         total = 0
         for layer in layers:
             groups, out, into = layer.matrix_shape
-            own = into if layer.kind == "table" else 3 * into**2
-            total += groups * (own + 3 * out**2 + out * into)
+            inner = into if layer.kind == "table" else 3 * into**2
+            total += groups * (inner + 3 * out**2 + out * into)
         return total
 
     def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
         """Both factors; that of the inputs once."""
         (part,) = parts
         reduced = self.sharing == "reduce" and part.shared
-        self.b = _grown(self.b, part.rows.sum(2, keepdim=True) if reduced else part.rows)
+        self.sums["b"] = _grown(self.sums.get("b"), part.rows.sum(2, keepdim=True) if reduced else part.rows)
         self.dtype = part.rows.dtype
         if again:
             return
@@ -69,20 +66,25 @@ class Kronecker(Block):
         total = float(batch if weight is None else weight.sum())
         if self.layer.kind == "table":
             a = self._counts(c, weight, reduced)
-            self.a = a if self.a is None else self.a.add_(a)
-            self.count += total if reduced else float(a.sum())
+            self._add("a", a)
+            self._count(total if reduced else float(a.sum()))
         else:
             c = c.mean(1, keepdim=True) if reduced else c
-            self.a = _grown(self.a, c, weight)
-            self.count += total * c.shape[1]
+            self.sums["a"] = _grown(self.sums.get("a"), c, weight)
+            self._count(total * c.shape[1])
 
     def add_final(self, columns: Tensor, b: Tensor, weight: Tensor | None) -> None:
         """The same from the inputs [B, in] of a last layer, whose B [out, out] of the examples was made elsewhere."""
-        self.a = _grown(self.a, columns[:, None], weight)
-        b = b[None].to(_wide(b))
-        self.b = b if self.b is None else self.b.add_(b)
+        self.sums["a"] = _grown(self.sums.get("a"), columns[:, None], weight)
+        self._add("b", b[None].to(_wide(b)))
         self.dtype = columns.dtype
-        self.count += float(len(columns) if weight is None else weight.sum())
+        self._count(float(len(columns) if weight is None else weight.sum()))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
+
+    def _count(self, number: float) -> None:
+        self._add("count", torch.tensor(number, dtype=torch.float64))
 
     def _counts(self, ids: Tensor, weight: Tensor | None, reduced: bool) -> Tensor:
         """The diagonal of A: how often each row was used, or squares of the shares of the positions that used it."""
@@ -98,14 +100,15 @@ class Kronecker(Block):
         return torch.bincount(unique % into, weights=shares, minlength=into)[None]
 
     def finish(self) -> None:
-        """Decompose the factors."""
-        assert self.a is not None
-        assert self.b is not None
-        values, self.out = eigen(self.b, self.dtype)
-        self.b = None
-        inner, self.into = (self.a, None) if self.layer.kind == "table" else eigen(self.a, self.dtype)
-        self.a = None
-        self.values = ((values / max(self.count, 1e-30))[:, :, None] * inner[:, None, :]).to(self.dtype)
+        """Decompose the factors; in a second pass, take the corrected eigenvalues."""
+        if "corrected" in self.sums:
+            self.values = self.sums.pop("corrected")
+            return
+        # each factor is let go as soon as it is decomposed: they are the largest things in memory here
+        values, self.out = eigen(self.sums.pop("b"), self.dtype)
+        a, count = self.sums.pop("a"), float(self.sums.pop("count"))
+        inner, self.into = (a, None) if self.layer.kind == "table" else eigen(a, self.dtype)
+        self.values = ((values / max(count, 1e-30))[:, :, None] * inner[:, None, :]).to(self.dtype)
 
     def rotated(self, part: Part) -> tuple[Tensor, Tensor]:
         """Columns and rows in the eigenbases."""
@@ -116,32 +119,27 @@ class Kronecker(Block):
         """Add the second moments along the eigenvectors, which take the place of the products of eigenvalues."""
         if self.layer.kind == "table":
             rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
-            found = squares(Part(part.layer, part.columns, rows)).T[None]
+            moments = squares(Part(part.layer, part.columns, rows)).T[None]
         else:
             c, r = self.rotated(part)
-            own = Part(part.layer, c, r)
-            if not own.shared:
-                found = torch.einsum("bgo,bgi->goi", r[:, :, 0].square().sum(0), c[:, 0].square())
+            turned = Part(part.layer, c, r)
+            if not turned.shared:
+                moments = torch.einsum("bgo,bgi->goi", r[:, :, 0].square().sum(0), c[:, 0].square())
             else:
-                found = torch.stack([block.matrices().square().sum((0, 1)) for block in own.blocks()]).sum(0)
-        self._corrected = found if self._corrected is None else self._corrected + found
-
-    def corrected(self) -> None:
-        """Take the corrected eigenvalues."""
-        assert self._corrected is not None
-        self.values, self._corrected = self._corrected, None
+                moments = torch.stack([block.matrices().square().sum((0, 1)) for block in turned.blocks()]).sum(0)
+        self._add("corrected", moments)
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _precisions(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """s·values + τ: [G, out, in]."""
-        found = [precision[name] for name in self.layer.names]
-        if any(value.ndim for value in found):
+        taus = [precision[name] for name in self.layer.names]
+        if any(tau.ndim for tau in taus):
             raise ValueError(
                 "Kronecker factors need one prior precision for each layer; one for each weight works with structure='diag', "
                 "'block' or 'full'"
             )
-        return scale * self.values + found[0]
+        return scale * self.values + taus[0]
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ log(s·values + τ)."""
@@ -150,16 +148,15 @@ class Kronecker(Block):
     def _turn(self, matrices: Tensor, back: bool) -> Tensor:
         """Into the eigenbases, or back: [V, G, out, in]."""
         out = self.out if back else self.out.transpose(-1, -2)
-        found = out @ matrices
+        turned = out @ matrices
         if self.into is None:
-            return found
-        return found @ (self.into.transpose(-1, -2) if back else self.into)
+            return turned
+        return turned @ (self.into.transpose(-1, -2) if back else self.into)
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """The diagonal of Λ⁻¹."""
-        found = self.out.square() @ (1 / self._precisions(precision, scale))
-        found = found if self.into is None else found @ self.into.square().transpose(-1, -2)
-        return self.layer.weights(found)
+        variances = self.out.square() @ (1 / self._precisions(precision, scale))
+        variances = variances if self.into is None else variances @ self.into.square().transpose(-1, -2)
+        return self.layer.weights(variances)
 
     def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
         """U_B (ξ/√(s·values + τ)) U_Aᵀ."""
@@ -167,12 +164,10 @@ class Kronecker(Block):
         return self.layer.weights(self._turn(xi * self._precisions(precision, scale).rsqrt(), back=True))
 
     def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """Λv."""
         turned = self._turn(self.layer.matrix(vectors, lead=1), back=False)
         return self.layer.weights(self._turn(turned * self._precisions(precision, scale), back=True))
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """In the eigenbases."""
         turned = self._turn(self.layer.matrix(vector)[None], back=False)[0]
         return (turned.square_() / self._precisions(precision, scale)).sum(dtype=widest(turned.device))
 
@@ -188,11 +183,11 @@ class Kronecker(Block):
             if not turned.shared:
                 r, inner = turned.rows[:, :, 0], torch.einsum("bgi,goi->bgo", turned.columns[:, 0].square(), v)
                 return torch.einsum("kbgo,bgo,lbgo->bkl", r, inner, r)
-        found = []
+        grams = []
         for block in turned.blocks():
             j = block.matrices().flatten(2)
-            found.append(torch.einsum("kbp,p,lbp->bkl", j, v.reshape(-1), j))
-        return torch.cat(found)
+            grams.append(torch.einsum("kbp,p,lbp->bkl", j, v.reshape(-1), j))
+        return torch.cat(grams)
 
     def final(self, columns: Tensor, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """The same for a layer whose outputs are those of the network, at its inputs [B, in]: variances [B, out] alone."""
@@ -202,16 +197,38 @@ class Kronecker(Block):
         return inner @ self.out[0].square().T
 
     def tensors(self) -> dict[str, Tensor]:
-        """Eigenvalues and eigenvectors."""
-        own = {"values": self.values, "out": self.out}
-        return own if self.into is None else {**own, "into": self.into}
+        known = {"values": self.values, "out": self.out}
+        return known if self.into is None else {**known, "into": self.into}
 
     @classmethod
-    def restored(cls, layers: Sequence[Layer], tensors: Mapping[str, Tensor]) -> Kronecker:
-        """From eigenvalues and eigenvectors."""
+    def restored(cls, layers: Sequence[Layer], tensors: Mapping[str, Tensor]) -> Self:
         block = cls(layers)
         block.values, block.out, block.into = tensors["values"], tensors["out"], tensors.get("into")
         return block
+
+    def plus(self, other: Self) -> Self:
+        """The sum in the eigenbases of its two partial traces, with its own diagonal there as eigenvalues.
+
+        A sum of Kronecker products is none. This has its trace, is exact where both terms have the same bases, and takes the memory
+        of one term however many there were. (Adding the factors, A₁ + A₂ and B₁ + B₂, would count A₁ ⊗ B₂ and A₂ ⊗ B₁ too.) Cost:
+        three decompositions of matrices of the layer's width.
+        """
+        terms = (self, other)
+        outer = sum((term.out * term.values.sum(2)[:, None]) @ term.out.transpose(-1, -2) for term in terms)
+        basis = {"out": eigen(outer, self.out.dtype)[1]}  # type: ignore[arg-type]
+        if self.into is not None and other.into is not None:  # tables have the standard basis on that side
+            bases = (self.into, other.into)
+            inner = [(u * term.values.sum(1)[:, None]) @ u.transpose(-1, -2) for u, term in zip(bases, terms)]
+            basis["into"] = eigen(inner[0] + inner[1], self.out.dtype)[1]
+        values = torch.stack([term._diagonal(basis["out"], basis.get("into")) for term in terms]).sum(0)
+        return self.restored(self.layers, {"values": values, **basis})
+
+    def _diagonal(self, out: Tensor, into: Tensor | None) -> Tensor:
+        """The diagonal of H in other bases: [G, out, in]."""
+        diagonal = (out.transpose(-1, -2) @ self.out).square() @ self.values
+        if into is None or self.into is None:
+            return diagonal
+        return diagonal @ (into.transpose(-1, -2) @ self.into).square().transpose(-1, -2)
 
 
 def _wide(matrix: Tensor) -> torch.dtype:
@@ -236,6 +253,3 @@ def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     fast = matrix.device.type == "cuda" and matrix.shape[-1] <= 1024  # where cuSOLVER is slower in single precision
     values, vectors = torch.linalg.eigh(matrix.to(torch.float64 if fast else _wide(matrix)), UPLO="U")
     return values.clamp(min=0), flushed(vectors.to(dtype).contiguous())  # as they are when they are read from a file
-
-
-KINDS["kronecker"] = Kronecker

@@ -1,4 +1,4 @@
-"""Layers of weights, and what one knows of Jacobians: rows of gradients and columns of inputs."""
+"""Layers of weights, what one knows of Jacobians (rows of gradients, columns of inputs), and sums of their products in place."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.gram import add_products
 from plausible.blocks.curvature.recording import Kind
 from plausible.core.weights import Weights
 
 BLOCK = 2**24
 """Numbers of a Jacobian that may stand in memory at once."""
+STRIPS = 5
+"""In how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster."""
+RETAINED = 2**25 - 2**16
+"""Bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,10 @@ class Layer:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of elements."""
         return [torch.Size(shape).numel() for shape in self.shapes]
 
     @property
     def size(self) -> int:
-        """All elements."""
         return sum(self.sizes)
 
     @property
@@ -150,3 +151,42 @@ class Part:
             return [self]
         starts = range(0, batch, size)
         return [Part(self.layer, self.columns[s : s + size], self.rows[:, s : s + size]) for s in starts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums over examples, added up in place
+
+
+def keep_freed_memory() -> None:
+    """Let every chunk use the memory of the chunk before it.
+
+    glibc gives freed memory back to the system beyond a limit that it learns from the largest block that was freed; at first that
+    is less than a chunk, each page of which then has to be had and cleared anew. This block is never written to, so it takes none.
+    """
+    torch.empty(RETAINED, dtype=torch.uint8)
+
+
+def add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add to a total [G, m, n]: Σ a bᵀ by groups, over the leading axes of a [..., G, m] and b [..., G, n]."""
+    if a.shape[-2] == 1:
+        total[0].addmm_(a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]))
+    else:
+        total += torch.einsum("ngi,ngj->gij", a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+
+
+def add_gram(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """The same for a symmetric Σ a bᵀ; what is below the diagonal of the total is then not to be looked at.
+
+    Cost on a CPU: 0.6·2Nn² multiplications and additions for N vectors with `STRIPS` = 5, and no memory where the total has the
+    type of a and b.
+    """
+    if a.shape[-2] > 1 or (total.device.type != "cpu" and total.dtype == a.dtype):
+        return add_products(total, a, b)
+    a, b, whole = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]), total[0]
+    if total.dtype != a.dtype:
+        whole += a.T @ b
+        return None
+    width = max(64, 16 * -(-len(whole) // (16 * STRIPS)))  # kernels work on multiples of 16
+    for start in range(0, len(whole), width):
+        whole[start : start + width, start:].addmm_(a[:, start : start + width].T, b[:, start:])
+    return None

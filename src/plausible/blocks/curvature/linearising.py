@@ -6,15 +6,16 @@ was used: rows are gradients at the layer's output, columns its inputs. `Lineari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.backward import can_batch, gradients
 from plausible.blocks.curvature.columns import Columns
 from plausible.blocks.curvature.layers import Layer, Part
+from plausible.blocks.curvature.products import kernels
 from plausible.blocks.curvature.recording import Recorder, Use
 from plausible.core.data import num_rows, take
 from plausible.core.model import Model
@@ -269,10 +270,8 @@ class Linearisation:
             return {n: torch.stack([row[i] for row in found]) for i, n in enumerate(moving)}
 
         inner = torch.func.vmap(torch.func.grad(contracted), in_dims=(None, 0, 0))
-        from plausible.blocks.curvature.products import _kernels
-
         try:
-            with _kernels(False):  # attention by its formula, which vmap has a rule for
+            with kernels(False):  # attention by its formula, which vmap has a rule for
                 jacobians = torch.func.vmap(inner, in_dims=(None, None, 0))(moving, x, columns)
         except torch.OutOfMemoryError:
             raise
@@ -331,3 +330,46 @@ def _part(layer: Layer, c: Tensor, r: Tensor) -> Part:
         r = r.flatten(3).unsqueeze(3)
         return Part(layer, r.new_ones(*r.shape[1:4], 1), r)
     return Part(layer, c, r)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients of many columns at once: ∂⟨S_k, f⟩/∂z for K columns S of the outputs, at tensors z inside a network
+
+
+def gradients(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor, together: bool, keep: bool = False) -> list[Tensor]:
+    """[K, *z.shape] for each z in `inner`, for columns [K, *outputs.shape]; 0 where f does not depend on z.
+
+    `together` is one batched backward pass, with matrix products of K times as many rows; else there are K passes. The graph is
+    used up, unless it is to be kept.
+    """
+    if together:
+        found = torch.autograd.grad(outputs, inner, columns, is_grads_batched=True, allow_unused=True, retain_graph=keep)
+        return [z.new_zeros(len(columns), *z.shape) if g is None else g for z, g in zip(inner, found)]
+    whole = [z.new_zeros(len(columns), *z.shape) for z in inner]
+    for k, column in enumerate(columns):
+        found = torch.autograd.grad(outputs, inner, column, retain_graph=keep or k + 1 < len(columns), allow_unused=True)
+        for kept, grad in zip(whole, found):
+            if grad is not None:
+                kept[k] = grad
+    return whole
+
+
+def can_batch(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor) -> bool:
+    """Whether a batched backward pass works, without a loop inside, and agrees with a single one; tried on the first column."""
+    if len(columns) < 2:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # PyTorch warns of operations that have no rule, over which it loops
+            found = torch.autograd.grad(
+                outputs, inner, columns[:1], is_grads_batched=True, retain_graph=True, allow_unused=True
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError, Warning):
+        return False
+    single = torch.autograd.grad(outputs, inner, columns[0], retain_graph=True, allow_unused=True)
+    return all(
+        torch.allclose(a[0], b, rtol=1e-3, atol=1e-5 * float(b.abs().max())) if a is not None and b is not None else a is b
+        for a, b in zip(found, single)
+    )

@@ -1,4 +1,4 @@
-"""C ≈ Σ_k λ_k v_kv_kᵀ: the leading eigenpairs of a curvature matrix over the data, from products alone.
+"""C ≈ Σ_k λ_k v_kv_kᵀ: the leading eigenpairs of a curvature matrix over the data, from products alone, and what they are good for.
 
 Block Lanczos with a random start, full re-orthogonalisation and thick restarts (Wu & Simon 2000; Musco & Musco 2015 on random
 starts): products with a block of rank + oversample vectors widen an orthonormal basis, and the matrix seen through it, small and in
@@ -8,40 +8,144 @@ float64, gives the pairs. Its eigenvalues are lower bounds of those of C (of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from plausible.blocks.curvature.layers import Layer, Part
 from plausible.blocks.curvature.products import Kind, Product
+from plausible.blocks.curvature.structures import Block, flat, flat_precision, named, weighted_gram
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import Data
+from plausible.core.data import Batch, Data
 from plausible.core.memory import available
 from plausible.core.model import Model
+from plausible.core.passes import run
 from plausible.core.weights import Weights
-from plausible.engine.progress import Progress
 
 log = logging.getLogger("plausible")
 
 _START = 0x6C6F7772  # the path of the random start below the seed
 
 
-def leading(
-    model: Model,
-    weights: Mapping[str, Tensor],
-    data: Data,
-    rank: int,
-    *,
-    kind: Kind = "ggn",
-    iterations: int = 12,
-    oversample: int = 10,
-    tolerance: float = 1e-2,
-    chunk: int | None = None,
-    seed: int = 0,
-    progress: bool | None = False,
-) -> tuple[Tensor, Weights]:
-    """The largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n (or another `kind`), [k] falling, and vectors {name: [k, *shape]}.
+class LowRank(Block):
+    """H ≈ V diag(λ) Vᵀ with orthonormal columns: `values` [k], `vectors` by name [k, *shape].
+
+    Λ = D^{1/2}(I + W s·diag(λ) Wᵀ)D^{1/2} with D = diag(τ) and W = D^{-1/2}V; in the eigenbasis Q of the inner matrix, with
+    eigenvalues 1 + μ, everything costs O(Pk).
+    """
+
+    kind = "low-rank"
+
+    def __init__(self, layers: Sequence[Layer], values: Tensor, vectors: Weights):
+        super().__init__(layers)
+        self.values, self.vectors = values, vectors
+
+    @classmethod
+    def elements(cls, layers: Sequence[Layer]) -> int:
+        """Of one eigenvector."""
+        return sum(layer.size for layer in layers)
+
+    def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
+        raise NotImplementedError("eigenvectors come from products with H: see `Eigenpairs`")
+
+    def finish(self) -> None:
+        pass
+
+    def _eigen(self, precision: Mapping[str, Tensor], scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """√τ [P], Q [P, k] and μ [k], in float64."""
+        root = flat_precision(self.layers, precision).double().sqrt()
+        if not bool((root > 0).all()):
+            raise ValueError(
+                "a curvature of low rank says nothing of most directions, so that every weight needs a prior that curves: use "
+                "prior=priors.Gaussian(…), or structure='full'"
+            )
+        w = flat(self.layers, self.vectors).double().T / root[:, None] * (scale * self.values).double().clamp(min=0).sqrt()
+        inner, turn = torch.linalg.eigh(w.T @ w)
+        kept = inner > 1e-12 * inner.max()
+        q = torch.where(kept, w @ turn / torch.where(kept, inner, 1.0).sqrt(), 0.0)
+        return root, q, torch.where(kept, inner, 0.0)
+
+    def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """Σ log τ + Σ log(1 + μ)."""
+        root = flat_precision(self.layers, precision).double().sqrt()
+        w = flat(self.layers, self.vectors).double().T / root[:, None] * (scale * self.values).double().clamp(min=0).sqrt()
+        inner = w.T @ w + torch.eye(len(self.values), dtype=torch.float64, device=w.device)
+        return 2 * root.log().sum() + torch.linalg.slogdet(inner).logabsdet
+
+    def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        """(1 − Σ_k q_k² μ_k/(1 + μ_k))/τ."""
+        root, q, mu = self._eigen(precision, scale)
+        variances = (1 - (q.square() * (mu / (1 + mu))).sum(1)) / root.square()
+        return named(self.layers, variances.to(self.values.dtype))
+
+    def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        """D^{-1/2}(ξ + Q((1 + μ)^{-1/2} − 1)Qᵀξ)."""
+        root, q, mu = self._eigen(precision, scale)
+        xi = flat(self.layers, noise).double()
+        draws = (xi + (xi @ q) * ((1 + mu).rsqrt() - 1) @ q.T) / root
+        return named(self.layers, draws.to(self.values.dtype))
+
+    def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        v, basis = flat(self.layers, vectors), flat(self.layers, self.vectors)
+        return named(self.layers, v * flat_precision(self.layers, precision) + (v @ basis.T) * (scale * self.values) @ basis)
+
+    def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """In the units of the prior, less what the data say along Q."""
+        root, q, mu = self._eigen(precision, scale)
+        v = flat(self.layers, {name: vector[name][None] for name in self.names})[0].double() / root
+        return v.square().sum() - ((v @ q).square() * mu / (1 + mu)).sum()
+
+    def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """J D⁻¹ Jᵀ less what the data say along Q."""
+        root, q, mu = self._eigen(precision, scale)
+        wide = [
+            Part(p.layer, p.columns.double() if p.columns.is_floating_point() else p.columns, p.rows.double()) for p in parts
+        ]
+        total = torch.stack([weighted_gram(part, named(self.layers, 1 / root.square())) for part in wide]).sum(0)
+        along = named(self.layers, (q / root[:, None]).T)
+        seen = torch.stack([projected(part, along) for part in wide]).sum(0)  # [k, K, B]
+        return (total - torch.einsum("vkb,v,vlb->bkl", seen, mu / (1 + mu), seen)).to(parts[0].rows.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values, **{f"vector.{name}": v for name, v in self.vectors.items()}}
+
+    @classmethod
+    def restored(cls, layers: Sequence[Layer], tensors: Mapping[str, Tensor]) -> Self:
+        vectors = {k.removeprefix("vector."): v for k, v in tensors.items() if k.startswith("vector.")}
+        return cls(layers, tensors["values"], vectors)
+
+    def plus(self, other: Self) -> Self:
+        """The leading eigenpairs of the sum, as many as the larger term has."""
+        vectors = torch.cat([flat(term.layers, term.vectors) for term in (self, other)]).double()
+        basis, factor = torch.linalg.qr(vectors.T)
+        values, turn = torch.linalg.eigh((factor * torch.cat([self.values, other.values]).double()) @ factor.T)
+        kept = max(len(self.values), len(other.values))
+        leading = (basis @ turn[:, -kept:]).T.to(self.values.dtype)
+        return type(self)(self.layers, values[-kept:].to(self.values.dtype), named(self.layers, leading))
+
+
+def projected(part: Part, vectors: Mapping[str, Tensor]) -> Tensor:
+    """SᵀJ v for stacked v: [V, K, B]."""
+    layer = part.layer
+    if layer.kind == "vector":
+        return torch.einsum("kbp,vp->vkb", part.rows, torch.cat([vectors[n].flatten(1) for n in layer.names], 1))
+    matrices = layer.matrix(vectors, lead=1)
+    if layer.kind == "table":
+        picked = matrices[:, 0].transpose(-1, -2)[:, part.columns.clamp(min=0)]  # [V, B, T, out]
+        picked = picked * (part.columns >= 0)[None, ..., None]
+        return torch.einsum("kbto,vbto->vkb", part.rows[:, :, :, 0], picked)
+    return torch.einsum("kbtgo,vbtgo->vkb", part.rows, torch.einsum("vgoi,btgi->vbtgo", matrices, part.columns))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Eigenpairs
+
+
+class Eigenpairs:
+    """An `Estimator` of the largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n (or another `kind`): each pass is a product with C.
 
     At most `rank` of them; fewer where C has fewer that are positive: zeros are left out, and so are negative ones of a
     Hessian, with a warning that counts them. Vectors are orthonormal over all random weights, and zero for a learned noise.
@@ -50,47 +154,102 @@ def leading(
     about 2.5 gradients of the full data per vector. Memory: the basis, (rank + oversample) · P numbers for each of up to
     `iterations` blocks, or for as many as half of the free memory holds, at least 2; and what a product needs.
     """
-    rank, iterations = _whole("rank", rank, 1), _whole("iterations", iterations, 1)
-    product = Product(model, weights, data, kind, chunk=chunk)
-    like = {name: weights[name].detach() for name in model.random if name not in model.likelihood_names}
-    noise = {name: weights[name] for name in model.random if name in model.likelihood_names}
-    total = tree.num_elements(like)
-    width = min(rank + _whole("oversample", oversample, 0), total)
 
-    def multiply(rows: Tensor) -> Tensor:
-        fixed = {name: w.new_zeros(len(rows), *w.shape) for name, w in noise.items()}
-        return tree.flatten(tree.select(product({**tree.unflatten(rows, like), **fixed}), like), 1)
+    def __init__(
+        self,
+        model: Model,
+        weights: Mapping[str, Tensor],
+        data: Data,
+        rank: int,
+        *,
+        kind: Kind = "ggn",
+        iterations: int = 12,
+        oversample: int = 10,
+        tolerance: float = 1e-2,
+        chunk: int | None = None,
+        seed: int = 0,
+    ):
+        self.rank, self.passes = _whole("rank", rank, 1), _whole("iterations", iterations, 1)
+        self.model, self.kind, self.tolerance, self.note = model, kind, tolerance, ""
+        self.product = Product(model, weights, data, kind, chunk=chunk)
+        self.like = {name: weights[name].detach() for name in model.random if name not in model.likelihood_names}
+        self.noise = {name: weights[name] for name in model.random if name in model.likelihood_names}
+        total, first = tree.num_elements(self.like), next(iter(self.like.values()))
+        width = min(rank + _whole("oversample", oversample, 0), total)
+        self.depth = _depth(total * width * first.element_size(), iterations, first.device, rank)
+        start = random.normals(seed, _START, count=width * total, like=first).view(width, total)
+        self.lanczos, self.done = _Lanczos(_orthonormal(start, 0.0)[0], width), 0
+        self._multiply()
 
-    first = next(iter(like.values()))
-    depth = _depth(total * width * first.element_size(), iterations, first.device, rank)
-    start = random.normals(seed, _START, count=width * total, like=first).view(width, total)
-    lanczos = _Lanczos(_orthonormal(start, 0.0)[0], width)
-    with Progress(f"eigenpairs of the {kind}", iterations, "products", show=progress) as bar:
-        for done in range(1, iterations + 1):
-            lanczos.widen(multiply(lanczos.block))
-            error = lanczos.residual(rank)
-            bar.update(done, f"residual {error:.1e}")
-            if error <= tolerance or not len(lanczos.block):
-                break
-            if done < iterations and len(lanczos.basis) + len(lanczos.block) > depth * width:
-                lanczos.restart()
-        else:
-            log.info("eigenpairs of the %s: relative residual %.1e after %s products", kind, error, iterations)
-    if kind == "hessian" and lanczos.negative:
-        log.warning(
-            "%s negative eigenvalues of the Hessian were met and left out, down to %.3g where the largest is %.3g: at these "
-            "weights the likelihood curves upwards, so they are no mode of it (train longer, or use the Gauss-Newton matrix)",
-            lanczos.negative,
-            lanczos.lowest,
-            float(lanczos.values[0]),
-        )
-    values, rows = lanczos.pairs(rank)
-    vectors = tree.unflatten(rows, like)
-    whole = {
-        name: vectors[name] if name in vectors else noise[name].new_zeros(len(rows), *noise[name].shape)
-        for name in model.random
-    }
-    return values.to(first.dtype), whole
+    @property
+    def chunk(self) -> int:
+        return self.product.chunk
+
+    def _multiply(self) -> None:
+        block = self.lanczos.block
+        fixed = {name: w.new_zeros(len(block), *w.shape) for name, w in self.noise.items()}
+        self.product.start({**tree.unflatten(block, self.like), **fixed})
+
+    def add(self, batch: Batch) -> None:
+        self.product.add(batch)
+
+    def next_pass(self) -> bool:
+        lanczos = self.lanczos
+        lanczos.widen(tree.flatten(tree.select(self.product.finish(), self.like), 1))
+        self.done += 1
+        error = lanczos.residual(self.rank)
+        self.note = f"residual {error:.1e}"
+        if error <= self.tolerance or not len(lanczos.block):
+            return False
+        if self.done == self.passes:
+            log.info("eigenpairs of the %s: relative residual %.1e after %s products", self.kind, error, self.passes)
+            return False
+        if len(lanczos.basis) + len(lanczos.block) > self.depth * lanczos.width:
+            lanczos.restart()
+        self._multiply()
+        return True
+
+    def finish(self) -> tuple[Tensor, Weights]:
+        """Eigenvalues [k], falling, and vectors {name: [k, *shape]}."""
+        lanczos = self.lanczos
+        if self.kind == "hessian" and lanczos.negative:
+            log.warning(
+                "%s negative eigenvalues of the Hessian were met and left out, down to %.3g where the largest is %.3g: at these "
+                "weights the likelihood curves upwards, so they are no mode of it (train longer, or use the Gauss-Newton matrix)",
+                lanczos.negative,
+                lanczos.lowest,
+                float(lanczos.values[0]),
+            )
+        values, rows = lanczos.pairs(self.rank)
+        vectors = {name: w.new_zeros(len(rows), *w.shape) for name, w in self.noise.items()} | tree.unflatten(rows, self.like)
+        return values.to(rows.dtype), {name: vectors[name] for name in self.model.random}
+
+    def tensors(self) -> dict[str, Tensor]:
+        lanczos = self.lanczos
+        numbers = torch.tensor([self.done, lanczos.negative, lanczos.lowest], dtype=torch.float64)
+        parts = {"numbers": numbers, "basis": lanczos.basis, "block": lanczos.block, "matrix": lanczos.matrix}
+        return {**parts, **{f"sum.{name}": v for name, v in self.product.sums.items()}}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        lanczos = self.lanczos
+        done, negative, lanczos.lowest = tensors["numbers"].tolist()
+        self.done, lanczos.negative = int(done), int(negative)
+        lanczos.basis, lanczos.block, lanczos.matrix = tensors["basis"], tensors["block"], tensors["matrix"]
+        self._multiply()
+        self.product.sums = {name.removeprefix("sum."): v for name, v in tensors.items() if name.startswith("sum.")}
+
+
+def leading(
+    model: Model,
+    weights: Mapping[str, Tensor],
+    data: Data,
+    rank: int,
+    *,
+    watch: Callable[[int, str], None] | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Weights]:
+    """The largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n, [k] falling, and vectors {name: [k, *shape]}: see `Eigenpairs`."""
+    return run(Eigenpairs(model, weights, data, rank, **settings), data, watch)
 
 
 class _Lanczos:

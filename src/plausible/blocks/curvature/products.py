@@ -24,9 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plausible.blocks.curvature import losses
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data, accumulate, num_rows, select_rows
+from plausible.core.data import Batch, Data, num_rows, select_rows
 from plausible.core.memory import available
 from plausible.core.model import Model
+from plausible.core.passes import accumulate
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
 
@@ -64,7 +65,8 @@ class Product:
     """v ↦ C v for one curvature matrix C of the data at these weights; `chunk` examples at a time, or as memory allows.
 
     `weights` are all there are: random ones, points, the likelihood's own, buffers. What a network allows is found out with
-    the first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation.
+    the first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation. `start` with some vectors,
+    `add` all batches, `chunk` examples at a time, and `finish`; a call does all of that.
     """
 
     def __init__(
@@ -74,25 +76,38 @@ class Product:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             raise ValueError(f"chunk must be a whole number of examples, at least 1, or None, got {chunk!r}")
-        self.model, self.data, self.kind, self.chunk = model, data, kind, chunk
+        self.model, self.data, self.kind, self._wished = model, data, kind, chunk
         self.weights = {name: weight.detach() for name, weight in weights.items()}
+        self.sums: Weights = {}
         self._ways = list(WAYS)
 
     def __call__(self, vectors: Weights) -> Weights:
         """C v: {name: [V, *shape]} → the same."""
+        self.start(vectors)
+        accumulate(self.add, self.data, chunk=self.chunk)
+        return self.finish()
+
+    def start(self, vectors: Weights) -> None:
         count = _check_vectors(self.model, self.weights, vectors)
         moving = {name: v.to(self.weights[name]) for name, v in vectors.items() if name not in self.model.likelihood_names}
         for name, row in _padding(self.model).items():  # backward passes give these rows nothing, so they must not move
             if name in moving:
                 moving[name] = moving[name].index_fill(1, torch.tensor([row], device=moving[name].device), 0.0)
-        chunk = self.chunk or choose_chunk(self.model, self.weights, self.data, count)
-        found = accumulate(lambda batch: self._of_batch(batch, moving), self.data, chunk=chunk)
-        return {name: found[name] if name in found else torch.zeros_like(v) for name, v in vectors.items()}
+        self.chunk = self._wished or choose_chunk(self.model, self.weights, self.data, count)
+        self._vectors, self._moving, self.sums = vectors, moving, {}
+
+    def add(self, batch: Batch) -> None:
+        share = self._of_batch(batch, self._moving)
+        self.sums = {name: self.sums[name] + v for name, v in share.items()} if self.sums else share
+
+    def finish(self) -> Weights:
+        total, self.sums = self.sums, {}
+        return {name: total[name] if name in total else torch.zeros_like(v) for name, v in self._vectors.items()}
 
     def _of_batch(self, batch: Batch, vectors: Weights) -> Weights:
         while True:
             try:
-                with _kernels(self._ways[0].plain):
+                with torch.no_grad(), kernels(self._ways[0].plain):
                     return self._product(self._ways[0], batch, vectors)
             except torch.OutOfMemoryError:
                 raise
@@ -141,7 +156,7 @@ def log_joint_gradient(
         return value, grads
 
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.network.modules())
-    with _kernels(plain=True) if recurrent else contextlib.nullcontext():  # cuDNN has no gradient of them in evaluation mode
+    with kernels(plain=True) if recurrent else contextlib.nullcontext():  # cuDNN has no gradient of them in evaluation mode
         likelihood, slope = accumulate(of, data, chunk=chunk or choose_chunk(model, {**fixed, **varying}, data, 0))
     prior, pull = log_prior_gradient(model, weights)
     value = (likelihood + prior) / model.temperature
@@ -287,7 +302,7 @@ def _gradients(of: Sequence[Tensor], leaves: list[Tensor], along: list[Tensor], 
 
 
 @contextlib.contextmanager
-def _kernels(plain: bool) -> Iterator[None]:
+def kernels(plain: bool) -> Iterator[None]:
     """Attention by its formula; and no kernels of libraries where `plain`."""
     fast = torch.backends.mha.get_fastpath_enabled()
     libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn) if plain else ()

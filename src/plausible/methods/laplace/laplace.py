@@ -260,8 +260,8 @@ class Laplace(Method):
         """Polished by L-BFGS, or where the curvature is written down by Gauss-Newton steps; a tuned noise is `held`."""
         if not polish:
             return weights
-        from plausible.blocks.curvature.newton import climbed, climbs
         from plausible.blocks.curvature.products import log_joint_gradient
+        from plausible.blocks.curvature.tuning import climbed, climbs
 
         method = replace(self, curvature="ggn") if self.curvature == "hessian" else self
 

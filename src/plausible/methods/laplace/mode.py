@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.estimating import estimate
-from plausible.blocks.curvature.structures import Curvature
-from plausible.blocks.curvature.sums import added
-from plausible.blocks.curvature.tally import Tally
+from plausible.blocks.curvature.estimating import Tally, estimate, start
+from plausible.blocks.curvature.structures import Curvature, added
 from plausible.blocks.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
 from plausible.core.data import Data, StreamData, take
 from plausible.core.model import Model
+from plausible.core.passes import run
 from plausible.core.priors import Gaussian, Hierarchical, Prior, as_prior
 from plausible.core.priors.composed import leaves
 from plausible.core.priors.earlier import earlier_posterior
@@ -69,14 +68,15 @@ class Mode:
             "rank": method.rank,
             "chunk": method.chunk,
             "negligible": method.negligible,
-            "progress": progress,
         }
         chosen = None
         scale = 1.0 / float(model.temperature)
         if isinstance(method.where, int) and not isinstance(method.where, bool):
             chosen = _widest(own, weights, data, precision, method.where, method)
         tally = Tally()
-        curvature = estimate(own, weights, data, chosen=chosen, tally=tally, **settings)
+        estimator = start(own, weights, data, chosen=chosen, tally=tally, **settings)
+        with Progress(f"curvature ({method.structure})", estimator.passes * data.num_data, "examples", progress) as bar:
+            curvature = run(estimator, data, bar.update)
         precision = {name: value * scale for name, value in precision.items()}
         if earlier is not None:  # what its data and these say together
             curvature, scale = added(earlier.curvature, curvature, (earlier.scale * scale, scale)), 1.0
