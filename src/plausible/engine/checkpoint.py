@@ -103,7 +103,7 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint atomically and remove the one before. Of `trees`, plain mappings keep their names."""
         named = {f"{name}.{i}": leaf for name, tree in trees.items() for i, leaf in enumerate(tensors(tree))}
-        record["names"] = {"before": list(trees.get("before", {}))}
+        record["names"] = {name: list(tree) for name, tree in trees.items() if isinstance(tree, dict)}
         named |= {f"random.{name}": value for name, value in random.items()}
         for i, draw in enumerate(writer.pending):
             named |= {f"pending.{i}.{name}": value for name, value in draw.items()}

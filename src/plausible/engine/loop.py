@@ -144,20 +144,23 @@ class Loop:
                 good = mark if num_bytes(mark.state) <= self.TWO_MARKS else None
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
-                self._note(rows, mark.done)
+                self._note(rows, mark.done, len(infos))
                 over = self._validate() or self.stage.finished(self.state)
                 last = over or self.done >= self.plan.steps
                 self._observe(last)
                 self.seconds = time.monotonic() - started
                 segment = self._next_segment(segment, time.monotonic() - clock)
-                bar.update(self.done, self._caption(rows))
-                # the final checkpoint follows at once, and a pass begins anew where it is killed
-                due = self.keeper is not None and self.keeper.due(self.done) and self.stage.traits.verb != "accumulate"
-                if due and not last:
+                bar.update(getattr(self.state, "seen", self.done), self._caption(rows))
+                if self.keeper is not None and self.keeper.due(self.done) and not last:  # the final one follows at once
                     self._save(finished=False)
         self.state = stepper.state
         if verdict.interrupted and self.keeper is not None:
             self._save(finished=False)  # before the best weights take the place of the last: a resumed run trains on
+        if verdict.interrupted and self.stage.traits.verb == "accumulate":
+            raise KeyboardInterrupt(
+                f"stopped during a pass over the data ({label(self.stage)}), of which nothing is known before its end"
+                + ("" if self.keeper is None else f"; resume with checkpoint={str(self.keeper.folder)!r}")
+            )
         if self.stopping is not None:
             self.state = self.stopping.best_of(self.state)
         if self.place.last and not self.plan.thin:
@@ -185,7 +188,9 @@ class Loop:
         name = type(self.place.method).__name__
         if not self.place.single:
             name += f": {label(self.stage)}"
-        return Progress(name, self.plan.steps, self.plan.unit, self.progress if self.team.rank == 0 else False, start=self.done)
+        show = False if self.team.rank or self.stage.finished(self.state) else self.progress
+        total = getattr(self.state, "total", self.plan.steps)  # a pass counts examples
+        return Progress(name, total, self.plan.unit, show, start=self.done)
 
     def _next_segment(self, segment: int, seconds: float) -> int:
         """Longer while segments are short: each costs a look at what was logged, and on a GPU a wait for it."""
@@ -277,7 +282,8 @@ class Loop:
 
     def _read(self, infos: list[Info]) -> dict[str, Tensor]:
         """Terms × steps (× members), on the CPU in float64."""
-        return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in infos[0]}
+        names = infos[0] if infos else ()
+        return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in names}
 
     def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, str] | None:
         """The first step of these (from 0) with a term that is not finite, that term, and what it became."""
@@ -329,7 +335,7 @@ class Loop:
                 error.posterior = self._posterior(self._fitted(interrupted=True))
         raise error
 
-    def _note(self, rows: dict[str, Tensor], before: int) -> None:
+    def _note(self, rows: dict[str, Tensor], before: int, count: int) -> None:
         """History: the mean of each term over each epoch; callbacks hear of every step.
 
         Added up step by step, so that the result does not depend on where segments, which follow the clock, were cut.
@@ -342,7 +348,7 @@ class Loop:
                 if step % per_epoch == 0:
                     self.history.setdefault(name, []).append(self.sums.pop(name) / per_epoch)
         if self.callbacks:
-            for i in range(len(next(iter(means.values())))):
+            for i in range(count):
                 info = {name: values[i] for name, values in means.items()}
                 for callback in self.callbacks:
                     callback(self.place.steps + before + i + 1, dict(info))
@@ -407,11 +413,15 @@ class Loop:
             "pass_position": position,
             "monitors": _json_tree([c.records for c in self.callbacks if isinstance(c, Monitor)]),
         }
-        named = {"state": self.state, "before": self.run.before, "stopping": self.stopping and self.stopping.tree}
+        state = self.state.tensors() if self.stage.traits.verb == "accumulate" else self.state
+        named = {"state": state, "before": self.run.before, "stopping": self.stopping and self.stopping.tree}
         self.keeper.save(self.done, named, self.writer, record, states, finished=finished)
 
     def _resume(self, resumed: checkpoints.Resumed) -> None:
-        resumed.restore("state", self.state)
+        if self.stage.traits.verb == "accumulate":
+            self.state.restore(resumed.tree("state", self.device))
+        else:
+            resumed.restore("state", self.state)
         if self.stopping is not None:
             resumed.restore("stopping", self.stopping.tree)
         record = resumed.record

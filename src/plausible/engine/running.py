@@ -18,7 +18,7 @@ from plausible.engine.loop import Callback, Loop, Place, label
 from plausible.engine.method import Fitted, Method, Plan, Run, Stage
 from plausible.engine.policy import decide, threads
 from plausible.engine.ranks import Team
-from plausible.engine.source import Elsewhere, InOrder, Source
+from plausible.engine.source import Elsewhere, Source
 from plausible.engine.stopping import Stopping
 
 log = logging.getLogger("plausible")
@@ -134,10 +134,8 @@ def _run_stage(
 
 
 def _source(stage: Stage, data: Data, plan: Plan, seed: int, team: Team) -> Source:
-    """Where the batches of a stage come from: one that samples holds the data itself."""
-    if stage.traits.verb == "accumulate":
-        return InOrder(data, plan.batch_size or data.num_data)
-    if stage.traits.verb == "sample":
+    """Where the batches of a stage come from; stages that sample or accumulate take the data themselves."""
+    if stage.traits.verb != "iterate":
         return Elsewhere(data)
     members = None if stage.traits.shares_batches else stage.members
     place = (team.rank, team.size) if team.divides else None

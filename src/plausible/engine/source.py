@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,20 +177,6 @@ class Source:
 
 
 _EMPTY = "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"
-
-
-class InOrder(Source):
-    """One pass, chunk by chunk, in the order of the data."""
-
-    stream = minibatch = False  # type: ignore[assignment]
-
-    def __init__(self, data: Data, size: int):
-        self.data = data
-        self.sampler, self.pass_state, self.pass_position = None, None, 0
-        self._chunks = data.chunks(size)
-
-    def batches(self, first: int, count: int) -> Iterator[Batch]:  # noqa: ARG002
-        return itertools.islice(self._chunks, count)
 
 
 class Elsewhere(Source):

@@ -77,10 +77,6 @@ class Ensemble(Method):
         """Three members."""
         return cls(MAP.conforming(), members=3)
 
-    def quick(self) -> Ensemble:
-        """Short runs of two members."""
-        return replace(self, method=self.method.quick(), members=min(self.members, 2))
-
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """That of the method it repeats: the problem has one mode."""
         return self.method.conjugate(problem)

@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
+from plausible.blocks.ascent import climbs
 from plausible.blocks.curvature.estimating import forecast, require
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.structures import CURVATURES, STRUCTURES, Curvature, CurvatureName, StructureName
+from plausible.blocks.curvature.structures import CURVATURES, STRUCTURES, CurvatureName, StructureName
 from plausible.blocks.curvature.tuning import Tune
+from plausible.core.data import Data
 from plausible.core.model import Model
 from plausible.core.networks import choose
+from plausible.core.probing import last_layer
 from plausible.core.serialise import check_count, register
-from plausible.core.weights import Weights, index, num_elements
-from plausible.engine.method import Method, Plan, Traits
-from plausible.methods.laplace.mode import Mode, check_deterministic, check_gaussian, polished, tunable_noise
+from plausible.core.weights import num_elements
+from plausible.engine.method import Fitted, Method, Run, Stage, Traits
+from plausible.methods.laplace.mode import check_gaussian
+from plausible.methods.laplace.stages import (
+    BEST,
+    AddingUp,
+    Climbing,
+    Online,
+    Polishing,
+    Ranking,
+    Training,
+    Tuning,
+    below,
+    restored,
+)
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import record_of
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch, Data
-    from plausible.engine import Fitted
     from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
 
 PREDICTIVES = ("linearised", "probit", "bridge", "sampled")
-
-
-class GivenState(NamedTuple):
-    """The module's weights, as they are."""
-
-    weights: Weights
-    buffers: Weights
 
 
 @register
@@ -73,10 +79,11 @@ class Laplace(Method):
     negligible: float = 0.0
 
     name: ClassVar[str] = "laplace"
-    divisible: ClassVar[bool] = False
-    keeps_draws: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(
-        exact=True, mixed_precision=False, bias="a Gaussian around one mode: exact where the posterior is Gaussian"
+        divisible=False,
+        keeps_draws=False,
+        mixed_precision=False,
+        bias="a Gaussian around one mode: exact where the posterior is Gaussian",
     )
 
     def __post_init__(self) -> None:
@@ -117,18 +124,54 @@ class Laplace(Method):
         if self.curvature == "hessian" and self.structure in ("kron", "ekfac"):
             raise ValueError("Laplace: a Hessian has no Kronecker factors; use structure='diag', 'block', 'lowrank' or 'full'")
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # To the mode
+    def stages(self) -> tuple[Stage, ...]:
+        """Train, settle, add up the curvature; and as often as `rounds` say: tune, settle again, add up again."""
+        stages: list[Stage] = [Training(self), *self._settling(), *self._adding_up(0)]
+        if self.tune is not None:  # given weights stay where they are
+            for turn in range(1, 1 + (self.rounds if self.mode is not None else 1)):
+                trained = [Online(self)] if self.online and self.mode is not None else []
+                stages += [Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
+        return tuple(stages)
 
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """That of the mode; one step that does nothing where the weights are given."""
-        if self.mode is None:
-            return Plan(steps=1, per_epoch=1, batch_size=1 if per_epoch is None else -1)
-        return self.mode.plan(num_data, per_epoch)
+    def _settling(self) -> list[Stage]:
+        if self.mode is None or self.holdout or self.polish == 0:
+            return []
+        if self.structure not in ("block", "full") or isinstance(self.where, int):
+            return [Polishing(self)]
+        return [stage for turn in range(3) for stage in (Polishing(self, turn), Climbing(self, turn))]
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """Hold on to the data, over which the curvature is added up at the end."""
-        names = self._names(model, data)
+    def _adding_up(self, turn: int) -> list[Stage]:
+        return [*([Ranking(self)] if isinstance(self.where, int) else []), AddingUp(self, turn)]
+
+    @property
+    def holdout(self) -> float:
+        """The share of the data that the training sets aside; the curvature is that of the others."""
+        stops_early = self.mode is not None and getattr(self.mode, "patience", None) is not None
+        return self.mode.holdout if stops_early else 0.0  # type: ignore[union-attr]
+
+    def iterations(self, model: Model) -> int:
+        """How long to polish."""
+        if self.polish is not None:
+            return self.polish
+        work = model.num_data * num_elements(model.initial)
+        return 1000 if work < 10**6 else 100 if work < 10**8 else 20
+
+    def climbs(self, model: Model, names: Sequence[str]) -> bool:
+        """Whether the curvature is dense and small enough to be solved at every step."""
+        dense = self.structure in ("block", "full") and not isinstance(self.where, int)
+        return dense and climbs(sum(model.initial[n].numel() for n in names))
+
+    def names(self, model: Model, data: Data) -> tuple[str, ...]:
+        """The weights that get a posterior; a learned noise is a point."""
+        free = {n: model.initial[n] for n in model.random if not n.startswith("likelihood.")}
+        if self.where in (None, "all") or isinstance(self.where, int):
+            return tuple(free)
+        last = last_layer(model, next(iter(data.chunks(8)))) if self.where == "last" else ()
+        return choose(free, self.where, last, "leaves no weight of the network a posterior")
+
+    def check(self, model: Model, data: Data) -> None:
+        """Refuse, before the training, what cannot be had or cannot fit."""
+        names = self.names(model, data)
         if self.tune is not None:
             check_gaussian(model.restricted(names))
             if model.temperature != 1:
@@ -138,8 +181,6 @@ class Laplace(Method):
                 f"Laplace: predictive={self.predictive!r} is for classes; with {model.likelihood} use 'linearised'"
             )
         self._check_size(model.restricted(names), data)
-        model = model if self.mode is None else self.mode.prepare(model, data)
-        return model.with_prepared(data)
 
     def _check_size(self, model: Model, data: Data) -> None:
         """Refuse what cannot fit before the training."""
@@ -155,137 +196,12 @@ class Laplace(Method):
         )
         require(first.element_size() * needed, first.device, self.structure)
 
-    def start(self, model: Model, key: Tensor) -> Any:
-        """That of the mode."""
-        if self.mode is None:
-            return GivenState(dict(model.initial), dict(model.buffers))  # no step changes them
-        return self.mode.start(model, key)
-
-    def step(self, model: Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """That of the mode."""
-        if self.mode is None:
-            return state, {}
-        return self.mode.step(model, state, batch)
-
-    def validated(self, state: Any, value: Tensor) -> tuple[Any, Tensor]:
-        """As the mode."""
-        return (self.mode or MAP()).validated(state, value)
-
-    def kept(self, model: Model, state: Any) -> Weights:
-        """None: they come from the Gaussian."""
-        return {}
-
     @classmethod
     def conforming(cls) -> Laplace:
         """A short way to the mode, and polishing."""
         return cls(mode=MAP.conforming())
 
-    def quick(self) -> Laplace:
-        """Few epochs."""
-        return self if self.mode is None else replace(self, mode=self.mode.quick())
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # At the mode
-
-    def _names(self, model: Model, data: Data) -> tuple[str, ...]:
-        """The weights that get a posterior; a learned noise is a point."""
-        free = {n: model.initial[n] for n in model.random if not n.startswith("likelihood.")}
-        if self.where in (None, "all") or isinstance(self.where, int):
-            return tuple(free)
-        last = model.last_layer(next(iter(data.chunks(8)))) if self.where == "last" else ()
-        return choose(free, self.where, last, "leaves no weight of the network a posterior")
-
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
-        """Polish, add up the curvature, tune; then the Gaussian."""
-        data: Data = fitted.prepared
-        if self.mode is None:
-            weights = {**fitted.state.weights, **fitted.state.buffers}
-        else:
-            weights = {name: value.detach().clone() for name, value in index(self.mode.kept(model, fitted.state), 0).items()}
-        model = model.for_run(num_data=data.num_data, steps=fitted.steps, seed=model.seed)
-        check_deterministic(model, weights, data)
-        names = self._names(model, data)
-        work = data.num_data * num_elements(model.initial)
-        polish = self.polish if self.polish is not None else 1000 if work < 10**6 else 100 if work < 10**8 else 20
-        if self.mode is None or getattr(self.mode, "patience", None) is not None:
-            polish = 0
-        with torch.inference_mode(False):
-            found = self._rounds(model, weights, data, names, polish, fitted.progress)
-        return found.posterior(self, record_of(fitted))
-
-    def _rounds(
-        self, model: Model, weights: Weights, data: Data, names: tuple[str, ...], polish: int, progress: bool | None
-    ) -> Mode:
-        """Alternate between the mode and its hyper-parameters; the last round counts, unless an earlier one had more evidence.
-
-        Where the mode moves, the curvature does too, and the evidence may fall: each round is only the best at its own mode.
-        """
-        weights = self._settled(model, weights, data, names, polish, (), progress)
-        best = at = Mode.at(self, model, weights, data, names, progress)
-        at.judge()
-        rounds = 0 if self.tune is None else self.rounds if self.mode is not None else 1  # given weights stay where they are
-        for _ in range(rounds):
-            try:
-                model, weights, at = self._next(at, data, names, polish, progress)
-            except ValueError as error:  # the noise or a precision ran away; what came before stands
-                log.warning("tuning ended early: %s", error)
-                break
-            best = at if at.better(best) else best
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+        best = restored(self, model, run, below(BEST, fitted.left))
         best.warn()
-        return best
-
-    def _next(
-        self, at: Mode, data: Data, names: tuple[str, ...], polish: int, progress: bool | None
-    ) -> tuple[Model, Weights, Mode]:
-        """One round: hyper-parameters at this mode, and the mode under them."""
-        model, weights = at.tuned(self.tune)
-        noise = {n: weights[n] for n in model.likelihood_names} if tunable_noise(model) else {}
-        if self.online and self.mode is not None:
-            weights = {**self._trained(model, weights, data), **noise}
-        weights = self._settled(model, weights, data, names, polish, tuple(noise), progress)
-        found = Mode.at(self, model, weights, data, names, progress)
-        found.judge()
-        return model, weights, found
-
-    def _settled(
-        self,
-        model: Model,
-        weights: Weights,
-        data: Data,
-        names: tuple[str, ...],
-        polish: int,
-        held: tuple[str, ...],
-        progress: bool | None,
-    ) -> Weights:
-        """Polished by L-BFGS, or where the curvature is written down by Gauss-Newton steps; a tuned noise is `held`."""
-        if not polish:
-            return weights
-        from plausible.blocks.curvature.products import log_joint_gradient
-        from plausible.blocks.curvature.tuning import climbed, climbs
-
-        method = replace(self, curvature="ggn") if self.curvature == "hessian" else self
-
-        def at(found: Weights) -> tuple[Curvature, Weights, Tensor]:
-            mode = Mode.at(method, model, found, data, names)
-            return mode.curvature, mode.precision, mode.factor
-
-        dense = self.structure in ("block", "full") and not isinstance(self.where, int)
-        dense = dense and climbs(sum(model.initial[n].numel() for n in names))
-        if not dense:
-            return polished(model, weights, data, polish, held, progress)
-        points = set(model.initial) - set(names) - set(held)
-        for _ in range(3 if points else 1):  # points move by L-BFGS, the rest follows
-            if points:
-                weights = polished(model, weights, data, min(polish, 100), held, progress)
-            weights = climbed(weights, at, lambda found: log_joint_gradient(model, found, data), polish)
-        return weights
-
-    def _trained(self, model: Model, weights: Weights, data: Data) -> Weights:
-        """`online` more epochs of the mode, under the new prior."""
-        from plausible import engine
-
-        assert self.mode is not None
-        method = replace(self.mode, epochs=self.online)  # type: ignore[call-arg,type-var]
-        options = engine.Options(seed=model.seed, compile=False, progress=False)
-        fitted = engine.run(method, model.starting_at(weights), data, options)
-        return {name: value.detach().clone() for name, value in index(method.kept(model, fitted.state), 0).items()}
+        return best.posterior(record_of(fitted))

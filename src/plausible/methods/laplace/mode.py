@@ -1,29 +1,32 @@
-"""What is known at a mode: the curvature there, the prior's precisions, the evidence; and how to get to it."""
+"""What is known at a mode: the curvature there, the prior's precisions, the evidence."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.curvature.estimating import Tally, estimate, start
+from plausible.blocks.curvature.estimating import Tally, start
+from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gradient
 from plausible.blocks.curvature.structures import Curvature, added
 from plausible.blocks.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
-from plausible.core.data import Data, StreamData, take
+from plausible.core.data import Batch, Data, take
+from plausible.core.likelihoods import LOG_SCALE
+from plausible.core.likelihoods import Gaussian as Normal
 from plausible.core.model import Model
-from plausible.core.passes import run
+from plausible.core.passes import Estimator, accumulate
 from plausible.core.priors import Gaussian, Hierarchical, Prior, as_prior
 from plausible.core.priors.composed import leaves
 from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
-from plausible.engine.progress import Progress
 from plausible.posteriors.linearised import LaplacePosterior, centre, gaussian_rule, rule_centre
 
 if TYPE_CHECKING:
@@ -53,34 +56,82 @@ class Mode:
     log_det: Tensor | None = None
 
     @classmethod
-    def at(
-        cls, method: Laplace, model: Model, weights: Weights, data: Data, names: tuple[str, ...], progress: bool | None = False
-    ) -> Mode:
-        """Add up the curvature."""
-        own = model.restricted(names)
+    def started(
+        cls, method: Laplace, model: Model, weights: Weights, data: Data, names: tuple[str, ...], chosen: Tensor | None = None
+    ) -> tuple[Estimator[Curvature], Callable[[Curvature], Mode]]:
+        """An estimator of the curvature at these weights, and what makes the mode of its result."""
+        restricted = model.restricted(names)
         earlier = earlier_posterior(model.prior, names, weights)
-        precision = prior_precision(own, weights, names, method.structure) if earlier is None else dict(earlier.precision)
-        settings: dict[str, Any] = {
-            "structure": method.structure,
-            "curvature": method.curvature,
-            "precision": precision,
-            "sharing": method.sharing,
-            "rank": method.rank,
-            "chunk": method.chunk,
-            "negligible": method.negligible,
-        }
-        chosen = None
-        scale = 1.0 / float(model.temperature)
-        if isinstance(method.where, int) and not isinstance(method.where, bool):
-            chosen = _widest(own, weights, data, precision, method.where, method)
+        if earlier is None:
+            precision = prior_precision(restricted, weights, names, method.structure)
+        else:
+            precision = dict(earlier.precision)
         tally = Tally()
-        estimator = start(own, weights, data, chosen=chosen, tally=tally, **settings)
-        with Progress(f"curvature ({method.structure})", estimator.passes * data.num_data, "examples", progress) as bar:
-            curvature = run(estimator, data, bar.update)
-        precision = {name: value * scale for name, value in precision.items()}
-        if earlier is not None:  # what its data and these say together
-            curvature, scale = added(earlier.curvature, curvature, (earlier.scale * scale, scale)), 1.0
-        return cls(method, model, weights, data, names, curvature, precision, scale, tally)
+        estimator = start(
+            restricted,
+            weights,
+            data,
+            structure=method.structure,
+            curvature=method.curvature,
+            precision=precision,
+            sharing=method.sharing,
+            rank=method.rank,
+            chunk=method.chunk,
+            negligible=method.negligible,
+            chosen=chosen,
+            tally=tally,
+        )
+
+        def finished(curvature: Curvature) -> Mode:
+            scale = 1.0 / float(model.temperature)
+            tempered = {name: value * scale for name, value in precision.items()}
+            if earlier is not None:  # what its data and these say together
+                curvature, scale = added(earlier.curvature, curvature, (earlier.scale * scale, scale)), 1.0
+            return cls(method, model, weights, data, names, curvature, tempered, scale, tally)
+
+        return estimator, finished
+
+    # A mode as named tensors, and back: what one stage hands to the next, and what checkpoints hold
+
+    def tensors(self) -> Weights:
+        first = self.weights[self.names[0]]
+        about = {
+            "structure": self.curvature.structure,
+            "blocks": self.curvature.describe(),
+            "scale": self.scale,
+            "report": self.report,
+        }
+        layout = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=first.device)
+        assert self.log_likelihood is not None
+        assert self.log_det is not None
+        numbers = {"log likelihood": self.log_likelihood, "log det": self.log_det, "layout": layout}
+        tensors = {f"weight.{n}": v for n, v in self.weights.items()} | {f"precision.{n}": v for n, v in self.precision.items()}
+        tensors |= {f"curvature.{n}": v for n, v in self.curvature.tensors().items()}
+        return {**tensors, **numbers}
+
+    @classmethod
+    def restored(cls, method: Laplace, model: Model, data: Data, names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Mode:
+        about = json.loads(bytes(tensors["layout"].tolist()))
+        parts: dict[str, Weights] = {"weight": {}, "precision": {}, "curvature": {}}
+        for key, value in tensors.items():
+            part, dot, name = key.partition(".")
+            if dot:
+                parts[part][name] = value
+        curvature = Curvature.restored(about["structure"], about["blocks"], parts["curvature"])
+        return cls(
+            method,
+            model,
+            parts["weight"],
+            data,
+            names,
+            curvature,
+            parts["precision"],
+            float(about["scale"]),
+            Tally(),
+            about["report"],
+            tensors["log likelihood"].cpu(),
+            tensors["log det"].cpu(),
+        )
 
     @property
     def factor(self) -> Tensor:
@@ -88,8 +139,8 @@ class Mode:
         first = self.weights[self.names[0]]
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
-    def tuned(self, how: Tune | None) -> tuple[Model, Weights]:
-        """The model with the precisions (and the noise) that maximise the evidence at this mode; the weights with that noise."""
+    def tuned(self, how: Tune | None) -> tuple[Weights, Weights]:
+        """The precisions of the prior that maximise the evidence at this mode, and the weights with the noise that does."""
         residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
         if self.curvature.chosen < self.curvature.size:  # the other elements are points
             free = self.curvature.variances(self.precision, self.factor)
@@ -97,17 +148,15 @@ class Mode:
         squares = count = None
         if tunable_noise(self.model):
             squares, count = _standardised_squares(self.model, self.weights, self.data)
-        found = tune(self.curvature, residuals, self.precision, self.factor, how, squares, count or 0.0)
+        best = tune(self.curvature, residuals, self.precision, self.factor, how, squares, count or 0.0)
         weights = dict(self.weights)
         for name in self.model.likelihood_names:
             if squares is not None:
-                weights[name] = weights[name] + 0.5 * math.log(found.variance)
-        return _with_precision(self.model, found.precision, self.names), weights
+                weights[name] = weights[name] + 0.5 * math.log(best.variance)
+        return best.precision, weights
 
     def judge(self) -> None:
         """How far these weights are from a mode."""
-        from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gradient
-
         if self.tally.log_likelihood is not None:
             self.log_likelihood = self.tally.log_likelihood.cpu()
             _, pull = log_prior_gradient(self.model, self.weights)
@@ -145,7 +194,7 @@ class Mode:
                 "deviations away on average. The Gaussian is centred at the wrong place and the evidence is off; train longer, or "
                 "use the prior (weight decay) that the network was trained with",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def evidence(self) -> Evidence | None:
@@ -170,23 +219,22 @@ class Mode:
                 prior = torch.stack([(v[masks[n]] if n in masks else v).sum().double() for n, v in each.items()]).sum().cpu()
         return Evidence(self.log_likelihood, prior, volume)
 
-    def posterior(self, method: Laplace, run: Mapping[str, Any]) -> LaplacePosterior:
-        """The result."""
+    def posterior(self, record: Mapping[str, Any]) -> LaplacePosterior:
         model = self.model.restricted(self.names)
         if isinstance(model.prior, Relevance):  # the precisions are in the posterior; what is saved has no room for them
             model = model.with_settings(prior=model.prior.base)
         means = {n: self.weights[n] for n in self.names}
         points = {n: self.weights[n] for n in (*model.points, *model.buffers)}
         return LaplacePosterior(
-            method,
+            self.method,
             model,
-            run,
+            record,
             means,
             points,
             self.curvature,
             self.precision,
             self.scale,
-            method.predictive,
+            self.method.predictive,
             self.evidence(),
             self.report,
         )
@@ -274,7 +322,7 @@ def _expected_precisions(model: Model, weights: Weights, names: tuple[str, ...])
     return found
 
 
-def _with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> Model:
+def with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> Model:
     """The model with Gaussian priors of these precisions."""
     if any(value.ndim for value in precision.values()):
         base = model.prior.base if isinstance(model.prior, Relevance) else model.prior
@@ -286,38 +334,27 @@ def _with_precision(model: Model, precision: Weights, names: tuple[str, ...]) ->
 
 def tunable_noise(model: Model) -> bool:
     """Whether the likelihood is Gaussian with one learned scale."""
-    from plausible.core.likelihoods import LOG_SCALE
-    from plausible.core.likelihoods import Gaussian as Normal
-
     return isinstance(model.likelihood, Normal) and model.likelihood.scale == "learned" and LOG_SCALE in model.initial
 
 
 def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[float, float]:
     """Σ weight·(y − f)²/σ² and how many targets."""
-    total = count = 0.0
-    with torch.no_grad():
-        for batch in data.chunks(1024):
-            f = model.outputs(weights, batch.x)
-            z = (f - batch.y) * torch.exp(-weights["likelihood.log_scale"])
-            weight = torch.ones_like(z) if batch.weight is None else batch.weight.reshape(-1, *[1] * (z.ndim - 1)).expand_as(z)
-            if batch.mask is not None:
-                weight = weight * batch.mask
-            total += float((z.double().square() * weight).sum())
-            count += float(weight.sum())
+
+    def sums(batch: Batch) -> Tensor:
+        f = model.outputs(weights, batch.x)
+        z = (f - batch.y) * torch.exp(-weights["likelihood.log_scale"])
+        weight = torch.ones_like(z) if batch.weight is None else batch.weight.reshape(-1, *[1] * (z.ndim - 1)).expand_as(z)
+        if batch.mask is not None:
+            weight = weight * batch.mask
+        return torch.stack([(z.double().square() * weight).sum(), weight.double().sum()])
+
+    total, count = accumulate(sums, data).tolist()
     return total, count
 
 
-def _widest(model: Model, weights: Weights, data: Data, precision: Weights, count: int, method: Laplace) -> Tensor:
+def widest_elements(diagonal: Curvature, precision: Weights, count: int) -> Tensor:
     """Numbers of the `count` elements with the largest marginal variance, by a diagonal curvature, in the order of the layers."""
-    diagonal = estimate(
-        model,
-        weights,
-        data,
-        structure="diag",
-        curvature="ggn" if method.curvature == "hessian" else method.curvature,
-        negligible=method.negligible,
-    )
-    first = next(iter(weights.values()))
+    first = next(iter(precision.values()))
     variances = diagonal.variances(precision, torch.ones((), dtype=first.dtype, device=first.device))
     whole = torch.cat([variances[n].reshape(-1) for block in diagonal.blocks for n in block.names])
     if count > len(whole):
@@ -326,7 +363,7 @@ def _widest(model: Model, weights: Weights, data: Data, precision: Weights, coun
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Getting to the mode
+# Checks
 
 
 def check_deterministic(model: Model, weights: Weights, data: Data) -> None:
@@ -339,51 +376,3 @@ def check_deterministic(model: Model, weights: Weights, data: Data) -> None:
             "the network gives different outputs for the same inputs, also in evaluation mode: its curvature is not defined; "
             "remove what draws random numbers there (functional dropout with training=True, say)"
         )
-
-
-def polished(
-    model: Model, weights: Weights, data: Data, iterations: int, held: tuple[str, ...] = (), progress: bool | None = False
-) -> Weights:
-    """The weights after at most this many iterations of L-BFGS on the log joint of all data, in evaluation mode.
-
-    Steps are kept only where the log joint rose. Those in `held` stay.
-    """
-    from plausible.blocks.curvature.products import choose_chunk, log_joint_gradient
-
-    if isinstance(data, StreamData):
-        iterations = min(iterations, 10)
-    size = choose_chunk(model, weights, data, 0)
-    names = [n for n in model.initial if n not in held]
-    fixed = {n: v for n, v in weights.items() if n not in names}
-    leaves = {n: weights[n].detach().clone() for n in names}
-    parameters = [v.requires_grad_() for v in leaves.values()]
-    memory = 100 if sum(v.numel() for v in parameters) < 10**5 else 10
-    solver = torch.optim.LBFGS(
-        parameters,
-        lr=1.0,
-        max_iter=iterations,
-        max_eval=2 * iterations,
-        history_size=memory,
-        line_search_fn="strong_wolfe",
-        tolerance_grad=1e-8,
-        tolerance_change=1e-9,
-    )
-    best: list[Any] = [None, None]
-
-    def closure() -> Tensor:
-        current = {**{n: p.detach() for n, p in zip(names, parameters)}, **fixed}
-        value, gradient = log_joint_gradient(model, current, data, chunk=size)
-        for n, p in zip(names, parameters):
-            p.grad = -gradient[n] / model.num_data
-        if bool(torch.isfinite(value)) and (best[0] is None or float(value) > best[0]):
-            best[0], best[1] = float(value), {n: p.detach().clone() for n, p in zip(names, parameters)}
-        bar.update(bar_at(), f"log joint {float(value):,.1f}")
-        return -value.detach() / model.num_data
-
-    def bar_at() -> int:
-        state: Any = next(iter(solver.state.values()), {})
-        return int(state.get("n_iter", 0))
-
-    with Progress("polishing", iterations, "steps", progress) as bar:
-        solver.step(closure)  # type: ignore[arg-type]
-    return {**weights, **(best[1] or {})}

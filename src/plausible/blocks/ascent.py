@@ -1,0 +1,194 @@
+"""To a mode on all data, one iteration at a time: L-BFGS, and damped Gauss-Newton steps where the curvature is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.lbfgs import _strong_wolfe
+
+from plausible.blocks.curvature.dense import Dense
+from plausible.blocks.curvature.structures import Curvature, flat, flat_precision, named
+from plausible.core.weights import Weights
+
+Joint = Callable[[Weights], tuple[Tensor, Weights]]
+"""Weights → the log joint and its gradient."""
+Flat = Callable[[Tensor], tuple[float, Tensor]]
+"""A vector → a loss and its gradient."""
+At = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
+"""Weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood."""
+
+LIMIT = 2000
+"""Weights up to which factorising the curvature at every step is worth it."""
+SETTLED = 1e-6
+"""Mean squared distance to the mode, in posterior standard deviations, at which climbing ends."""
+STILL = 1e-9
+"""Change of the loss, or of every coordinate, below which L-BFGS ends."""
+FLAT = 1e-8
+"""Largest slope at which L-BFGS ends."""
+
+
+class Descent(NamedTuple):
+    """Where L-BFGS stands: place, loss and gradient there, the lowest place so far, and the last steps with their changes of slope.
+
+    Rows of `steps` and `changes` `[memory, P]` are in the order of time, the last `count` of them filled.
+    """
+
+    place: Tensor
+    loss: Tensor
+    gradient: Tensor
+    best: Tensor
+    best_loss: Tensor
+    steps: Tensor
+    changes: Tensor
+    count: Tensor
+    evaluations: Tensor
+    over: Tensor
+
+
+def begin_descent(place: Tensor, function: Flat, memory: int) -> Descent:
+    loss, gradient = function(place)
+    number = torch.zeros((), dtype=torch.int64)
+    history = torch.zeros(memory, place.numel(), dtype=place.dtype, device=place.device)
+    here = torch.tensor(loss, dtype=torch.float64)
+    over = torch.tensor(not float(gradient.abs().max()) > FLAT)  # NaN too
+    return Descent(
+        place.clone(), here, gradient, place.clone(), here.clone(), history, history.clone(), number, number + 1, over
+    )
+
+
+def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
+    """One iteration of L-BFGS with a line search by the strong Wolfe conditions (Nocedal & Wright 2006, §7.2), at most so many
+    evaluations of the function in all.
+    """
+    direction, first = _direction(at), int(at.count) == 0
+    slope = at.gradient.dot(direction)
+    if not float(slope) < -STILL:
+        return at._replace(over=torch.ones_like(at.over))
+    lowest: list[tuple[float, Tensor]] = []
+
+    def along(start: Tensor, length: float, ray: Tensor) -> tuple[float, Tensor]:
+        value, gradient = function(start + length * ray)
+        lowest.append((value, start + length * ray))
+        return value, gradient
+
+    length = min(1.0, 1.0 / float(at.gradient.abs().sum())) if first else 1.0
+    left = max(1, evaluations - int(at.evaluations))
+    loss, gradient, length, used = _strong_wolfe(
+        along, at.place, length, direction, float(at.loss), at.gradient, slope, max_ls=left
+    )
+    step = float(length) * direction
+    best_loss, best = min([(float(at.best_loss), at.best), *lowest], key=lambda pair: pair[0] if pair[0] == pair[0] else 1e308)
+    steps, changes, count = at.steps, at.changes, at.count
+    change = gradient - at.gradient
+    if float(change.dot(step)) > 1e-10:  # curvature that is not positive would spoil the directions
+        steps, changes = torch.roll(steps, -1, 0), torch.roll(changes, -1, 0)
+        steps[-1], changes[-1] = step, change
+        count = (count + 1).clamp(max=len(steps))
+    done = int(at.evaluations) + int(used)
+    over = (
+        done >= evaluations
+        or not float(gradient.abs().max()) > FLAT
+        or float(step.abs().max()) <= STILL
+        or abs(float(loss) - float(at.loss)) < STILL
+    )
+    return Descent(
+        at.place + step,
+        torch.tensor(float(loss), dtype=torch.float64),
+        gradient.clone(),
+        best.clone(),
+        torch.tensor(best_loss, dtype=torch.float64),
+        steps,
+        changes,
+        count,
+        torch.tensor(done),
+        torch.tensor(over),
+    )
+
+
+def _direction(at: Descent) -> Tensor:
+    """−H⁻¹g by the two loops over the last steps."""
+    count = int(at.count)
+    q = at.gradient.neg()
+    if not count:
+        return q
+    steps, changes = at.steps[-count:], at.changes[-count:]
+    ratios = 1 / (steps * changes).sum(1)
+    shares = torch.zeros_like(ratios)
+    for i in range(count - 1, -1, -1):
+        shares[i] = steps[i].dot(q) * ratios[i]
+        q = q - shares[i] * changes[i]
+    q = q / (ratios[-1] * changes[-1].dot(changes[-1]))
+    for i in range(count):
+        q = q + (shares[i] - changes[i].dot(q) * ratios[i]) * steps[i]
+    return q
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gauss-Newton
+
+
+class Climb(NamedTuple):
+    """Where the climb stands: weights, the log joint and its gradient there, the damping and how fast it grows."""
+
+    weights: Weights
+    value: Tensor
+    slope: Weights
+    damping: Tensor
+    growth: Tensor
+    over: Tensor
+
+
+def begin_climb(weights: Weights, joint: Joint) -> Climb:
+    value, slope = joint(weights)
+    number = torch.ones((), dtype=torch.float64)
+    return Climb(weights, value, slope, 1e-3 * number, 2 * number, torch.zeros((), dtype=torch.bool))
+
+
+def climb(at: Climb, curved: At, joint: Joint) -> Climb:
+    """W ← w + (Λ + μ diag Λ)⁻¹ ∇ log p(w, D), where that raises the log joint.
+
+    μ falls where the log joint rises as the quadratic model says, and grows where it does not (Levenberg 1944, Marquardt 1963,
+    Nielsen 1999). Plain gradients creep along the valleys of small networks; this arrives. Cost: the curvature, one
+    factorisation, one gradient.
+    """
+    curvature, precision, scale = curved(at.weights)
+    damping = float(at.damping)
+    step, expected = _solved(curvature, at.slope, precision, scale, damping)
+    moved = {**at.weights, **{name: at.weights[name] + step[name] for name in step}}
+    reached, slope = joint(moved)
+    gain = float(reached - at.value)
+    if not gain >= 0:  # nan too
+        damping *= float(at.growth)
+        return at._replace(
+            damping=torch.full_like(at.damping, damping), growth=2 * at.growth, over=torch.tensor(damping > 1e12)
+        )
+    decrement = sum(float((step[name] * at.slope[name]).sum()) for name in step)
+    damping *= max(1 / 5, 1 - (2 * min(gain / max(expected, 1e-300), 1.0) - 1) ** 3)
+    over = torch.tensor(decrement < SETTLED * curvature.size)
+    return Climb(moved, reached, slope, torch.full_like(at.damping, damping), torch.full_like(at.growth, 2.0), over)
+
+
+def climbs(size: int) -> bool:
+    """Whether so many weights are few enough."""
+    return size <= LIMIT
+
+
+def _solved(
+    curvature: Curvature, slope: Mapping[str, Tensor], precision: Weights, scale: Tensor, damping: float
+) -> tuple[Weights, float]:
+    """(Λ + μ diag Λ)⁻¹ g =: s by name, and gᵀs − ½sᵀΛs, by which the log joint should rise."""
+    steps: Weights = {}
+    expected = 0.0
+    for block in curvature.blocks:
+        assert isinstance(block, Dense)
+        assert block.matrix is not None
+        right = flat(block.layers, {name: slope[name][None] for name in block.names}).double()[0]
+        matrix = (scale * block.matrix + torch.diag(flat_precision(block.layers, precision))).double()
+        extra = damping * matrix.diagonal().clamp(min=1e-12)
+        step = torch.linalg.solve(matrix + torch.diag(extra), right)
+        expected += float(0.5 * (step * (right + extra * step)).sum())
+        steps |= named(block.layers, step.to(slope[block.names[0]].dtype))
+    return steps, expected
