@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import sample_given
-from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.blocks.chains.tempering import Place, effective, hamiltonian, log_mean, relative_variance, systematic
 from plausible.core import random
 from plausible.core.memory import require_memory
@@ -135,7 +135,7 @@ class Annealed(Method):
             raise ValueError(
                 f"{who}: the model must have temperature 1, whose prior can be drawn from, got {model.temperature}"
             )
-        return model.with_prepared(ModelTarget(model, data, self.rows))
+        return model.with_prepared(ModelDensity(model, data, self.rows))
 
     def compiled(self, model: Model, wish: Any) -> tuple[Model, Any]:
         """The model with the fastest form of its target that pays for this many moves."""
@@ -144,7 +144,7 @@ class Annealed(Method):
         found, mode = faster(self.target(model), wish, self.longest * self.moves * self.leapfrogs)
         return model.with_prepared(found), mode
 
-    def target(self, model: Model) -> ModelTarget:
+    def target(self, model: Model) -> ModelDensity:
         """The density that `prepare` made."""
         return model.prepared
 
@@ -166,7 +166,7 @@ class Annealed(Method):
                 raise ValueError(f"{type(self).__name__}: {error}") from None
         return self.started(target, target.flatten(drawn), key)
 
-    def started(self, target: Target, position: Tensor, key: Tensor) -> AnnealedState:
+    def started(self, target: Density, position: Tensor, key: Tensor) -> AnnealedState:
         """The state at draws `[rows, P]` from the prior, at β = 0."""
         likelihood, prior = target.densities(position)
         if not bool(torch.isfinite(likelihood[: self.particles]).any()):
@@ -195,7 +195,7 @@ class Annealed(Method):
         """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
         return self.advanced(self.target(model), state)
 
-    def advanced(self, target: Target, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature over any target."""
         if not self.finished(state):
             state = self._moved(target, *self._weighted(state))
@@ -236,7 +236,7 @@ class Annealed(Method):
             passed=state.passed + 1,
         ), note
 
-    def _moved(self, target: Target, state: AnnealedState, note: Tensor) -> AnnealedState:
+    def _moved(self, target: Density, state: AnnealedState, note: Tensor) -> AnnealedState:
         """All rows moved under the power of the state."""
         own, count = self.particles, int(state.passed)
         guides = slice(own, None) if self.pilots else slice(None)
@@ -319,7 +319,7 @@ class Annealed(Method):
         return replace(self, particles=min(self.particles, 24), moves=1, pilots=min(self.pilots, 8), leapfrogs=4)
 
 
-def anneal(method: Annealed, target: Target, position: Tensor, seed: int = 0) -> AnnealedState:
+def anneal(method: Annealed, target: Density, position: Tensor, seed: int = 0) -> AnnealedState:
     """The last state of a run over any density from draws `[rows, P]` of its prior: for targets that are no networks."""
     with torch.no_grad(), random.isolated(seed, position.device):
         state = method.started(target, position, random.key(seed, device=position.device))

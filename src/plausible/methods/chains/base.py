@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.adaptation import Slope
+from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import Hierarchy
-from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
@@ -111,15 +111,15 @@ class Chains(Method):
         """Positions that move together: the chains, and for some kernels helpers beside them."""
         return self.chains
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """The state before the first transition: with `adaptation` and with `statistics` of the names that it will always have."""
         raise NotImplementedError
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """All chains moved once. `state.step` counts transitions from 0; below `warmup` the kernel may adapt."""
         raise NotImplementedError
 
-    def bind(self, target: Target, state: ChainState) -> Target:  # noqa: ARG002
+    def bind(self, target: Density, state: ChainState) -> Density:  # noqa: ARG002
         """The density of this state's chains, where it depends on the state: powers of the likelihood, say."""
         return target
 
@@ -137,7 +137,7 @@ class Chains(Method):
 
     def prepare(self, model: Model, data: Data) -> Model:
         """The model with its target."""
-        target = ModelTarget(model, data, self.rows)
+        target = ModelDensity(model, data, self.rows)
         if self.precisions_move:
             hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
             if hierarchy is not None and model.temperature != 1.0:
@@ -154,7 +154,7 @@ class Chains(Method):
         found, mode = faster(self.target(model), wish, self.plan(model.num_data).steps * each)
         return model.with_prepared(found), mode
 
-    def target(self, model: Model) -> ModelTarget:
+    def target(self, model: Model) -> ModelDensity:
         """The density that `prepare` made."""
         return model.prepared
 
@@ -169,7 +169,7 @@ class Chains(Method):
         position = target.flatten(starting_points(model, self.rows, self.init))
         return self.started(target, position, key)
 
-    def started(self, target: Target, position: Tensor, key: Tensor) -> ChainState:
+    def started(self, target: Density, position: Tensor, key: Tensor) -> ChainState:
         """The state at these positions before the first transition, with precisions that are drawn given the weights."""
         precisions = {} if target.hierarchy is None else target.hierarchy.draw(position, random.fold(key, 1), 0)
         zero = torch.zeros(len(position), dtype=torch.float64, device=key.device)
@@ -198,7 +198,7 @@ class Chains(Method):
         begun = self.begin(self._bound(target, state), state)
         return begun._replace(statistics=self._noted(begun, begun.statistics))
 
-    def _bound(self, target: Target, state: ChainState) -> Target:
+    def _bound(self, target: Density, state: ChainState) -> Density:
         bound = self.bind(target, state)
         return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
 
@@ -206,7 +206,7 @@ class Chains(Method):
         """One transition of all chains; the target has the data."""
         return self.advanced(self.target(model), state)
 
-    def advanced(self, target: Target, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
         new = self.transition(self._bound(target, state), state)
         if target.hierarchy is not None:
@@ -275,7 +275,7 @@ def check_count(who: str, setting: str, value: Any, least: int) -> None:
         raise ValueError(f"{who}: {setting} must be a whole number of at least {least}, got {value!r}")
 
 
-def check_function(who: str, target: Target, position: Tensor, log_likelihood: Tensor) -> None:
+def check_function(who: str, target: Density, position: Tensor, log_likelihood: Tensor) -> None:
     """Refuse a density that has another value when it is asked again."""
     again, _ = target.densities(position)
     gap = (again - log_likelihood).abs() / (1 + log_likelihood.abs())
