@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import scipy.special
 import torch
 from torch import Tensor
 
-from plausible.core.special import betainc, double
+from plausible.core.special import double
 
 PART = 2**20
 """Numbers that one part of the quantities has at most."""
@@ -168,13 +169,9 @@ def _deviation(values: Tensor) -> Tensor:
 
 
 def _beta_quantile(a: Tensor, b: Tensor, probability: float) -> Tensor:
-    """The x with I_x(a, b) = probability, by bisection."""
-    low, high = torch.zeros_like(a), torch.ones_like(a)
-    for _ in range(52):
-        middle = (low + high) / 2
-        below = betainc(a, b, middle) < probability
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2
+    """The x with I_x(a, b) = probability."""
+    x = scipy.special.betaincinv(a.cpu().double().numpy(), b.cpu().double().numpy(), probability)
+    return torch.as_tensor(x, dtype=a.dtype, device=a.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
