@@ -73,9 +73,9 @@ def own_target(chains: int, form: str = "native") -> Any:
     from torch import nn
 
     import plausible as pl
-    from plausible.blocks.chains.compiled import CompiledTarget
-    from plausible.blocks.chains.target import ModelTarget
-    from plausible.blocks.kernels.native import native_target
+    from plausible.blocks.chains.compiled import CompiledDensity
+    from plausible.blocks.chains.density import ModelDensity
+    from plausible.blocks.kernels.native import native_density
     from plausible.core.data import as_data
 
     x, y, _ = map(torch.from_numpy, problem())
@@ -83,10 +83,10 @@ def own_target(chains: int, form: str = "native") -> Any:
     net = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
     likelihood, prior = pl.likelihoods.Gaussian(scale=NOISE), pl.priors.Gaussian()
     model = pl.Model.build(net, likelihood, prior, data.all(), num_data=len(x), device="cpu")
-    target = ModelTarget(model, data, chains)
+    target = ModelDensity(model, data, chains)
     if form == "eager":
         return target
-    found = native_target(target) if form == "native" else CompiledTarget.of(target)
+    found = native_density(target) if form == "native" else CompiledDensity.of(target)
     if found is None:
         raise RuntimeError("there is no native code for this machine")
     return found

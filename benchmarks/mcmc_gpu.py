@@ -14,9 +14,9 @@ import plausible as pl
 from benchmarks.mcmc_problem import HIDDEN, INPUTS, NOISE, ROWS, problem
 from benchmarks.timing import interleave, micro
 from plausible.blocks.chains import convergence as diagnostics
-from plausible.blocks.chains.compiled import CapturedTarget
-from plausible.blocks.chains.target import ModelTarget, Point
-from plausible.blocks.kernels.fused import fused_target
+from plausible.blocks.chains.compiled import CapturedDensity
+from plausible.blocks.chains.density import ModelDensity, Point
+from plausible.blocks.kernels.fused import fused_density
 from plausible.core.data import as_data
 
 
@@ -33,19 +33,19 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
     )
     result: dict[str, float] = {}
     for count in (1, 64, chains):
-        eager = ModelTarget(model, data, count)
-        captured, compiled = CapturedTarget.of(eager), CapturedTarget.of(eager)
+        eager = ModelDensity(model, data, count)
+        captured, compiled = CapturedDensity.of(eager), CapturedDensity.of(eager)
         compiled.inner = True
         q = 0.1 * torch.randn(count, eager.size, device="cuda")
         point = Point(q, torch.randn_like(q), *eager.evaluate(q))
         step, mass = torch.full((count,), 1e-3, device="cuda"), torch.ones(eager.size, device="cuda")
 
-        def path(target: ModelTarget, point: Point = point, step: torch.Tensor = step, mass: torch.Tensor = mass) -> int:
+        def path(target: ModelDensity, point: Point = point, step: torch.Tensor = step, mass: torch.Tensor = mass) -> int:
             with torch.no_grad():
                 target.leapfrogs(point, step, mass, leapfrogs)
             return leapfrogs
 
-        fused = fused_target(eager)
+        fused = fused_density(eager)
         ways = {"eager": eager, "captured": captured, "compiled and captured": compiled, "fused": fused}
         times = interleave({name: functools.partial(path, target) for name, target in ways.items() if target}, rounds=7)
         for name, values in times.items():

@@ -18,7 +18,7 @@ import plausible as pl
 from plausible import metrics
 from plausible.analysis.fidelity import Fidelity, Measure, distances, regions, sides, stein
 from plausible.apps.cli import app
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity
 from plausible.core import random
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
@@ -133,7 +133,7 @@ def test_stein_kernel_is_that_of_its_definition() -> None:
 
 
 def test_stein_discrepancy_tells_a_shifted_law_from_the_right_one() -> None:
-    target = Density(lambda q: -0.5 * (q.square() * torch.tensor([1.0, 4.0])).sum(-1), 2)
+    target = FunctionDensity(lambda q: -0.5 * (q.square() * torch.tensor([1.0, 4.0])).sum(-1), 2)
     q = torch.randn(600, 2, generator=random.generator(0, 305), dtype=torch.float64) / torch.tensor([1.0, 2.0])
     _, blocks = sides.divide(len(q), 1)
     found = {}

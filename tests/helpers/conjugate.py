@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity
 
 LOG_2PI = math.log(2 * math.pi)
 SEEN = torch.tensor([1.5, -0.5], dtype=torch.float64)
@@ -24,7 +24,7 @@ def log_prior(w: Tensor) -> Tensor:
     return -0.5 * w.square().sum(-1) - LOG_2PI
 
 
-TARGET = Density(log_likelihood, 2, prior=log_prior)
+TARGET = FunctionDensity(log_likelihood, 2, prior=log_prior)
 TRUTH = float((-0.5 * SEEN**2 / (1 + NOISE**2) - 0.5 * (1 + NOISE**2).log() - 0.5 * LOG_2PI).sum())
 """Log p(D)."""
 

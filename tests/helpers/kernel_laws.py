@@ -11,8 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from plausible.blocks.chains import convergence as diagnostics
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density, Target
+from plausible.blocks.chains.density import Density, FunctionDensity, run
 from plausible.methods.chains.base import Chains
 
 Z = 4.5
@@ -23,7 +22,7 @@ LEVEL = 1e-4  # of a whole test, divided among its comparisons
 class Law:
     """A density with independent draws `[n, P]`, its means and variances, and the distribution functions of its coordinates."""
 
-    target: Target
+    target: Density
     draw: Callable[[int, int], Tensor]
     mean: Tensor
     variance: Tensor
@@ -43,7 +42,7 @@ def gaussian(scales: tuple[float, ...] = (0.2, 1.0, 3.0), correlation: float = 0
     mean = torch.arange(1.0, size + 1, dtype=torch.float64)
     precision, factor = torch.linalg.inv(covariance), torch.linalg.cholesky(covariance)
     return Law(
-        Density(lambda q: -0.5 * (((q - mean) @ precision) * (q - mean)).sum(-1), size),
+        FunctionDensity(lambda q: -0.5 * (((q - mean) @ precision) * (q - mean)).sum(-1), size),
         lambda count, seed: mean + torch.randn(count, size, generator=_stream(seed), dtype=torch.float64) @ factor.T,
         mean,
         scale**2,
@@ -61,7 +60,7 @@ def skewed(shapes: tuple[float, ...] = (0.7, 2.0)) -> Law:
             return torch.distributions.Gamma(shape, torch.ones_like(shape)).sample((count,)).log()
 
     return Law(
-        Density(lambda q: (shape * q - q.exp()).sum(-1), len(shapes)),
+        FunctionDensity(lambda q: (shape * q - q.exp()).sum(-1), len(shapes)),
         draw,
         torch.digamma(shape),
         torch.polygamma(1, shape),
@@ -87,12 +86,12 @@ def bimodal() -> Law:
 
     centre = (weight * mean).sum()
     variance = (weight * (scale**2 + mean**2)).sum() - centre**2
-    return Law(Density(log_density, 2), draw, centre.expand(2), variance.expand(2), (cdf, cdf))
+    return Law(FunctionDensity(log_density, 2), draw, centre.expand(2), variance.expand(2), (cdf, cdf))
 
 
 def truncated() -> Law:
     """N(0, I) of two coordinates, the first of them above 1: a likelihood of 0 or 1, whose slices have sharp ends."""
-    likelihood = Density(lambda q: torch.where(q[:, 0] > 1, 0.0, -torch.inf).double() + 0 * q.sum(-1), 2)
+    likelihood = FunctionDensity(lambda q: torch.where(q[:, 0] > 1, 0.0, -torch.inf).double() + 0 * q.sum(-1), 2)
 
     def draw(count: int, seed: int) -> Tensor:
         stream = _stream(seed)

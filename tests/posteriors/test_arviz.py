@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.analysis import diagnostics
 from tests.helpers.by_hand import CHAINS, DRAWS, draws_of_weights, network, posterior_of
 
 arviz = pytest.importorskip("arviz")

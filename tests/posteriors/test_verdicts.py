@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.analysis import diagnostics
 from plausible.posteriors.summaries import SummaryTable, function_chains, weight_chains
 from plausible.posteriors.verdicts import judged
 from tests.helpers.by_hand import CHAINS, DRAWS, draws_of_weights, generator, network, posterior_of

@@ -9,9 +9,9 @@ import torch
 
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import DualAveraging, Warmup, first_step, moments_for, windows
+from plausible.blocks.chains.density import FunctionDensity, Point
 from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Dense, Diagonal, LowRank, metric_for, shrunk
-from plausible.blocks.chains.target import Density, Point
 
 
 def test_windows_are_stans() -> None:
@@ -67,7 +67,7 @@ def test_dual_averaging_forgives_nan() -> None:
 def test_first_step_crosses() -> None:
     """One step of the size found is accepted with at least 0.8, one of twice the size is not; whatever the scale."""
     scale = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)
-    target = Density(lambda q: -0.5 * (q / scale[: len(q), None]).square().sum(-1), 50)
+    target = FunctionDensity(lambda q: -0.5 * (q / scale[: len(q), None]).square().sum(-1), 50)
     stream = torch.Generator().manual_seed(0)
     position = scale[:, None] * torch.randn(3, 50, generator=stream, dtype=torch.float64)
     noise = torch.randn(3, 50, generator=stream, dtype=torch.float64)

@@ -15,8 +15,8 @@ from torch import Tensor
 import plausible as pl
 from plausible.blocks.chains import gibbs
 from plausible.blocks.chains.convergence import ess
+from plausible.blocks.chains.density import FunctionDensity, gaussian
 from plausible.blocks.chains.gibbs import Hierarchy, gamma
-from plausible.blocks.chains.target import Density, gaussian
 from plausible.core import random
 from plausible.core.priors import FanIn, Flat, Gaussian, Hierarchical, Prior, as_prior
 from plausible.methods.chains.elliptical_slice import EllipticalSlice
@@ -124,7 +124,7 @@ def test_other_priors_beside_it_mean_the_integrated_density(rest: Prior, words: 
 # Chains
 
 
-class Lines(Density):
+class Lines(FunctionDensity):
     """y [chains, N] = x·w + noise, every chain with data of its own; a hierarchical prior over the weights."""
 
     def __init__(self, prior: Prior, chains: int, like: dict[str, Tensor]):

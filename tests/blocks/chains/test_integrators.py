@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, Evaluation, FunctionDensity, Point
 from plausible.blocks.chains.integrators import SCHEMES, gradients, integrate, scheme_for, stability
 from plausible.blocks.chains.masses import Dense, Diagonal, Metric
-from plausible.blocks.chains.target import Density, Evaluation, Point, Target
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -20,7 +20,7 @@ def _bent(q: Tensor) -> Tensor:
     return -0.25 * q.pow(4).sum(-1) - (q[..., 0] * q[..., 1]).square() - q[..., 0] + (0.5 * q[..., 1]).sin()
 
 
-class Counting(Density):
+class Counting(FunctionDensity):
     calls = 0
 
     def evaluate(self, position: Tensor) -> Evaluation:
@@ -28,13 +28,13 @@ class Counting(Density):
         return super().evaluate(position)
 
 
-def _start(target: Target, chains: int = 5, seed: int = 0) -> Point:
+def _start(target: Density, chains: int = 5, seed: int = 0) -> Point:
     stream = torch.Generator().manual_seed(seed)
     position, momentum = torch.randn(2, chains, target.size, generator=stream, dtype=torch.float64)
     return Point(position, momentum, *target.evaluate(position))
 
 
-def _energy(target: Target, metric: Metric, point: Point) -> Tensor:
+def _energy(target: Density, metric: Metric, point: Point) -> Tensor:
     return metric.kinetic(point.momentum) - target.value(point.log_likelihood, point.log_prior)
 
 
@@ -46,7 +46,7 @@ def _metrics() -> list[Metric]:
 @every_scheme
 def test_reversible(scheme: str) -> None:
     """Turned round, a path leads back to where it began; so does a path of negative steps."""
-    target = Density(_bent, 2)
+    target = FunctionDensity(_bent, 2)
     start = _start(target)
     step = torch.linspace(0.05, 0.15, 5, dtype=torch.float64)
     for metric in _metrics():
@@ -64,7 +64,7 @@ def test_reversible(scheme: str) -> None:
 def test_volume(scheme: str) -> None:
     """The Jacobian of a path has determinant 1, and is symplectic: JᵀΩJ = Ω."""
 
-    class Smooth(Target):
+    class Smooth(Density):
         size, dtype = 2, torch.float64
 
         def evaluate(self, position: Tensor) -> Evaluation:
@@ -90,7 +90,7 @@ def test_volume(scheme: str) -> None:
 @every_scheme
 def test_order(scheme: str) -> None:
     """Halving the step divides the error of the energy by 2^order, for every chain, over the same time."""
-    target, metric = Density(_bent, 2), _metrics()[0]
+    target, metric = FunctionDensity(_bent, 2), _metrics()[0]
     start = _start(target)
     errors = []
     for count in (20, 40, 80):
@@ -120,7 +120,7 @@ def test_paths_and_cost(scheme: str) -> None:
 
 def test_diagonal_and_dense_agree() -> None:
     """A diagonal metric, written as a dense one, gives the same leapfrogs: the delegated path and the general one."""
-    target = Density(_bent, 2)
+    target = FunctionDensity(_bent, 2)
     start, masses = _start(target), torch.tensor([0.7, 1.9], dtype=torch.float64)
     step = torch.full((5,), 0.1, dtype=torch.float64)
     one = integrate(target, Diagonal(masses), start, step, 6, keep=True)
@@ -132,7 +132,7 @@ def test_diagonal_and_dense_agree() -> None:
 @every_scheme
 def test_oscillator(scheme: str) -> None:
     """On a harmonic oscillator a step turns by arccos(trace/2), for leapfrog 2 arcsin(ε/2); above `stability` |trace| > 2."""
-    target, metric = Density(lambda q: -0.5 * q.square().sum(-1), 1), Diagonal(torch.ones(1, dtype=torch.float64))
+    target, metric = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 1), Diagonal(torch.ones(1, dtype=torch.float64))
     limit = stability(scheme)
     step = torch.tensor([0.3 * limit, 0.98 * limit, 1.002 * limit], dtype=torch.float64)
     one = torch.ones(3, 1, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_oscillator(scheme: str) -> None:
 
 def test_higher_orders_pay() -> None:
     """At equal cost, and small steps, each later scheme has a smaller error than leapfrog."""
-    target, metric = Density(_bent, 2), _metrics()[0]
+    target, metric = FunctionDensity(_bent, 2), _metrics()[0]
     start = _start(target)
     errors = {}
     for scheme in SCHEMES:

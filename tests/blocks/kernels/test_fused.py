@@ -1,4 +1,4 @@
-"""Fused trajectories say what `ModelTarget` says: the kernel's text run on tensors without Triton, and by Triton on a GPU."""
+"""Fused trajectories say what `ModelDensity` says: the kernel's text run on tensors without Triton, and by Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible.blocks.chains.compiled import faster
-from plausible.blocks.chains.target import ModelTarget, Point
+from plausible.blocks.chains.density import ModelDensity, Point
 from plausible.blocks.kernels import fused
 from plausible.blocks.kernels.native import own_precision, perceptron
 from plausible.core.data import ArrayData, Batch
@@ -94,7 +94,7 @@ def target(
     device: str = "cpu",
     weighted: bool = False,
     chains: int = 3,
-) -> ModelTarget:
+) -> ModelDensity:
     stream = torch.Generator().manual_seed(3)
     x = torch.randn(n, 5, generator=stream)
     outputs = network(x)
@@ -107,10 +107,10 @@ def target(
     weight = 2 * torch.rand(n, generator=stream).to(device) if weighted else None
     batch = Batch(x.to(device), y.to(device), weight)
     model = Model.build(network, likelihood, prior or GaussianPrior(0.7), batch, num_data=n, device=device)
-    return ModelTarget(model.tempered(temperature), ArrayData(batch, n), chains=chains)
+    return ModelDensity(model.tempered(temperature), ArrayData(batch, n), chains=chains)
 
 
-def check(plain: ModelTarget, fast: ModelTarget, *, keep: bool = False, tolerance: float = 5e-6) -> None:
+def check(plain: ModelDensity, fast: ModelDensity, *, keep: bool = False, tolerance: float = 5e-6) -> None:
     """Values, gradients and ends of trajectories, relative to their sizes."""
     stream = torch.Generator().manual_seed(1)
     size = plain.size
@@ -173,14 +173,14 @@ def test_the_kernels_text_computes_the_log_joint(name: str) -> None:
     network, likelihood, settings = CASES[name]
     plain = target(network, likelihood, **settings)
     for way in (None, fused.Way(16, 1, "ieee")):
-        check(plain, fused.FusedTarget(plain, perceptron(plain), own_precision(plain), way), keep=way is None)
+        check(plain, fused.FusedDensity(plain, perceptron(plain), own_precision(plain), way), keep=way is None)
 
 
 @pytest.mark.usefixtures("tensors_for_triton")
 @pytest.mark.parametrize("keep", [False, True])
 def test_powers_and_precisions_of_each_chain(keep: bool) -> None:
     plain = target(perceptrons(outputs=2), Gaussian("learned"), temperature=0.7)
-    fast = fused.FusedTarget(plain, perceptron(plain), own_precision(plain))
+    fast = fused.FusedDensity(plain, perceptron(plain), own_precision(plain))
     power = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
     for precision in (0.5 + torch.rand(plain.size), 0.5 + torch.rand(3, plain.size)):
         settings = {"beta": power, "precision": precision}
@@ -203,7 +203,7 @@ def test_triton_on_a_gpu(name: str) -> None:
 @needs_cuda
 def test_chains_that_diverge_leave_the_others_alone_on_a_gpu() -> None:
     plain = target(perceptrons(), Gaussian(0.3), device="cuda")
-    fast = fused.fused_target(plain)
+    fast = fused.fused_density(plain)
     assert fast is not None
     q = torch.randn(3, plain.size, device="cuda")
     point = Point(q, torch.zeros_like(q), *plain.evaluate(q))
@@ -214,7 +214,7 @@ def test_chains_that_diverge_leave_the_others_alone_on_a_gpu() -> None:
 
 
 def test_where_there_is_no_kernel() -> None:
-    assert fused.fused_target(target(perceptrons(), Gaussian(0.3))) is None  # on a CPU
+    assert fused.fused_density(target(perceptrons(), Gaussian(0.3))) is None  # on a CPU
     assert fused.pays(rows=500, held=1_088, weights=601, chains=1)
     assert fused.pays(rows=10_000, held=1_088, weights=601, chains=1024)
     assert not fused.pays(rows=10_000, held=1_088, weights=601, chains=4)

@@ -1,4 +1,4 @@
-"""Machine code for perceptrons says what `ModelTarget` says, and stays away where it cannot."""
+"""Machine code for perceptrons says what `ModelDensity` says, and stays away where it cannot."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from plausible import likelihoods
-from plausible.blocks.chains.target import ModelTarget, Point
+from plausible.blocks.chains.density import ModelDensity, Point
 from plausible.blocks.kernels import native_build as build
-from plausible.blocks.kernels.native import NativeTarget, native_target
+from plausible.blocks.kernels.native import NativeDensity, native_density
 from plausible.core.data import ArrayData, Batch
 from plausible.core.model import Model
 from plausible.core.priors import FanIn, Gaussian, Laplace, Patterns, Prior
@@ -45,7 +45,7 @@ def model_target(
     weights: bool = False,
     temperature: float = 1.0,
     **settings,
-) -> ModelTarget:
+) -> ModelDensity:
     stream = torch.Generator().manual_seed(3)
     x = torch.randn(n, inputs, generator=stream, dtype=torch.float64).to(dtype)
     network = network.to(dtype)
@@ -60,22 +60,22 @@ def model_target(
     weight = torch.rand(n, generator=stream, dtype=torch.float64).to(dtype) * 2 if weights else None
     batch = Batch(x, y, weight)
     model = Model.build(network, likelihood, prior or Gaussian(0.7), batch, num_data=n, **settings)
-    return ModelTarget(model.tempered(temperature), ArrayData(batch, n), chains=4)
+    return ModelDensity(model.tempered(temperature), ArrayData(batch, n), chains=4)
 
 
-def both(*arguments, threads: int = 1, **keywords) -> tuple[ModelTarget, NativeTarget]:
+def both(*arguments, threads: int = 1, **keywords) -> tuple[ModelDensity, NativeDensity]:
     plain = model_target(*arguments, **keywords)
-    fast = native_target(plain, threads=threads)
-    assert isinstance(fast, NativeTarget)
+    fast = native_density(plain, threads=threads)
+    assert isinstance(fast, NativeDensity)
     return plain, fast
 
 
-def positions(target: ModelTarget, chains: int, scale: float = 0.8) -> Tensor:
+def positions(target: ModelDensity, chains: int, scale: float = 0.8) -> Tensor:
     stream = torch.Generator().manual_seed(chains)
     return scale * torch.randn(chains, target.size, generator=stream, dtype=torch.float64).to(target.dtype)
 
 
-def check_equal(plain: ModelTarget, fast: ModelTarget, position: Tensor, tolerance: float | None = None) -> None:
+def check_equal(plain: ModelDensity, fast: ModelDensity, position: Tensor, tolerance: float | None = None) -> None:
     """Values and gradients relative to their sizes; float32 is judged against float64."""
     tolerance = tolerance or (1e-12 if plain.dtype == torch.float64 else 3e-6)
     expected, found = plain.evaluate(position), fast.evaluate(position)
@@ -118,7 +118,7 @@ def test_activations_in_float32_over_their_whole_range(name: str) -> None:
     target = model_target(network, likelihoods.Gaussian(1.0), inputs=1, n=1, dtype=torch.float32, prior=Gaussian(1e10))
     target.data.batch.x.zero_()
     target.data.batch.y.zero_()
-    fast = native_target(target, threads=1)
+    fast = native_density(target, threads=1)
     size = torch.logspace(-6, 2, 600, dtype=torch.float64)
     bias = torch.cat([-size, torch.zeros(1, dtype=torch.float64), size]).float()
     found = fast.evaluate(torch.stack([torch.zeros_like(bias), bias], dim=1))
@@ -284,7 +284,7 @@ def _build(folder: str, answers) -> None:
     os.environ["PLAUSIBLE_CACHE"] = folder
     build._loaded.cache_clear()
     target = model_target(tanh(hidden=4), GAUSSIAN)
-    fast = native_target(target)
+    fast = native_density(target)
     answers.put(None if fast is None else fast.evaluate(positions(target, 1)).log_likelihood.item())
 
 
@@ -307,8 +307,8 @@ def test_a_spoilt_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     made = []
     monkeypatch.setattr(build, "_compile", lambda program, compiler, path: made.append(path) or path.write_bytes(b"no library"))
     monkeypatch.setenv("PLAUSIBLE_CACHE", str(tmp_path))
-    assert native_target(model_target(tanh(), GAUSSIAN)) is None
-    assert native_target(model_target(tanh(), GAUSSIAN)) is None
+    assert native_density(model_target(tanh(), GAUSSIAN)) is None
+    assert native_density(model_target(tanh(), GAUSSIAN)) is None
     assert len(made) == 2
 
 
@@ -356,15 +356,15 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_is_not_for(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="plausible"):
-        assert native_target(REFUSED[name]()) is None
-    assert "no machine code for this target: " in caplog.text
+        assert native_density(REFUSED[name]()) is None
+    assert "no machine code for this density: " in caplog.text
 
 
 def test_masks_are_refused() -> None:
     target = model_target(tanh(), GAUSSIAN)
     batch = target.data.batch
     masked = batch._replace(mask=torch.ones_like(batch.y, dtype=torch.bool))
-    assert native_target(ModelTarget(target.model, ArrayData(masked, len(batch.y)), 1)) is None
+    assert native_density(ModelDensity(target.model, ArrayData(masked, len(batch.y)), 1)) is None
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("CXX", raising=False)
     build._compiler.cache_clear()
     try:
-        assert native_target(model_target(tanh(hidden=9), GAUSSIAN)) is None
+        assert native_density(model_target(tanh(hidden=9), GAUSSIAN)) is None
     finally:
         build._compiler.cache_clear()
 
@@ -384,7 +384,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("CXX", str(broken))
     build._compiler.cache_clear()
     try:
-        assert native_target(model_target(tanh(hidden=9), GAUSSIAN)) is None
+        assert native_density(model_target(tanh(hidden=9), GAUSSIAN)) is None
     finally:
         build._compiler.cache_clear()
 

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
+from plausible.blocks.chains.density import FunctionDensity, Point, run
 from plausible.blocks.chains.masses import Diagonal
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density, Point
 from plausible.methods.chains.chees import ChEES, criterion_slope, van_der_corput
 from tests.helpers.kernel_laws import gaussian, require_balance, require_invariance, require_moments, skewed
 
@@ -73,7 +72,7 @@ def best_length(scale: torch.Tensor) -> float:
 def test_finds_the_best_length(scale) -> None:
     """Within a fifth of the closed form; the criterion is flat around it."""
     sigma = torch.tensor(scale, dtype=torch.float64)
-    target = Density(lambda q: -0.5 * (q / sigma).square().sum(-1), len(scale))
+    target = FunctionDensity(lambda q: -0.5 * (q / sigma).square().sum(-1), len(scale))
     start = sigma * torch.randn(64, len(scale), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     result = run(ChEES(draws=20, chains=64, warmup=300, metric="unit"), target, start)
     found = float(result["state"].adaptation.length.averaged.exp())
@@ -83,7 +82,7 @@ def test_finds_the_best_length(scale) -> None:
 
 def test_learns_masses_and_steps() -> None:
     sigma = torch.logspace(-2, 1, 12).double()
-    target = Density(lambda q: -0.5 * (q / sigma).square().sum(-1), 12)
+    target = FunctionDensity(lambda q: -0.5 * (q / sigma).square().sum(-1), 12)
     start = sigma * torch.randn(32, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     result = run(ChEES(draws=30, chains=32, warmup=300), target, start)
     tuned = result["state"].adaptation
@@ -94,7 +93,7 @@ def test_learns_masses_and_steps() -> None:
     assert result["leapfrogs"].max() < 8
 
 
-class Counting(Density):
+class Counting(FunctionDensity):
     """How often a path is asked for."""
 
     calls = 0
@@ -127,7 +126,7 @@ def test_settings() -> None:
         ChEES(metric="dense")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs a length"):
         ChEES(adapt=False, step_size=0.1)
-    target = Density(lambda q: -0.5 * q.square().sum(-1), 3)
+    target = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 3)
     kept = run(ChEES(draws=2, chains=4, warmup=30, length=1.7), target, torch.zeros(4, 3).double())
     assert float(kept["state"].adaptation.length.averaged.exp()) == pytest.approx(1.7)
     capped = run(

@@ -11,15 +11,14 @@ from torch import nn
 
 import plausible as pl
 from plausible import priors
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density, ModelTarget
+from plausible.blocks.chains.density import FunctionDensity, ModelDensity, run
 from plausible.methods.chains.elliptical_slice import EllipticalSlice, gaussian_prior, prior_of
 from tests.helpers.conjugate import moments
 from tests.helpers.kernel_laws import Law, bimodal, require_balance, require_invariance, require_moments, skewed, truncated
 
 PRECISION = torch.tensor([0.25, 4.0], dtype=torch.float64)
 FLAT = Law(
-    Density(lambda q: 0 * q.sum(-1), 2).bound(precision=PRECISION),
+    FunctionDensity(lambda q: 0 * q.sum(-1), 2).bound(precision=PRECISION),
     lambda count, seed: PRECISION.rsqrt() * torch.randn(count, 2, generator=torch.Generator().manual_seed(seed)).double(),
     torch.zeros(2, dtype=torch.float64),
     1 / PRECISION,
@@ -31,7 +30,7 @@ def weighted(law: Law) -> Law:
     """The same law as a likelihood times N(0, 1/τ)."""
     inner = law.target
     likelihood = lambda q: inner.function(q) + 0.5 * (PRECISION * q.square()).sum(-1)  # type: ignore[attr-defined]  # noqa: E731
-    return Law(Density(likelihood, 2).bound(precision=PRECISION), law.draw, law.mean, law.variance, law.cdfs)
+    return Law(FunctionDensity(likelihood, 2).bound(precision=PRECISION), law.draw, law.mean, law.variance, law.cdfs)
 
 
 def test_flat_likelihood_leaves_the_prior_as_it_is() -> None:
@@ -77,7 +76,7 @@ def test_conjugate_gaussian_at_any_power(beta: float) -> None:
     """A Gaussian likelihood seen by powers β: moments in closed form."""
     from conjugate import log_likelihood
 
-    target = Density(log_likelihood, 2).bound(precision=torch.ones(2).double(), beta=torch.full((400,), beta).double())
+    target = FunctionDensity(log_likelihood, 2).bound(precision=torch.ones(2).double(), beta=torch.full((400,), beta).double())
     start = torch.randn(400, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mean, variance = moments(beta)
     law = Law(target, lambda count, seed: start, mean, variance, ())
@@ -86,7 +85,9 @@ def test_conjugate_gaussian_at_any_power(beta: float) -> None:
 
 def test_a_level_that_is_never_reached_stays() -> None:
     """Where the likelihood is nowhere above its level (it is NaN elsewhere) the chain stays, and nothing breaks."""
-    target = Density(lambda q: torch.where((q == 0).all(-1), 0.0, math.nan) + 0 * q.sum(-1), 2).bound(precision=PRECISION)
+    target = FunctionDensity(lambda q: torch.where((q == 0).all(-1), 0.0, math.nan) + 0 * q.sum(-1), 2).bound(
+        precision=PRECISION
+    )
     result = run(EllipticalSlice(draws=2, chains=3, warmup=0), target, torch.zeros(3, 2, dtype=torch.float64))
     assert not result["position"].any()
     assert result["log_joint"].isfinite().all()
@@ -117,7 +118,7 @@ def test_a_temperature_widens_the_ellipse() -> None:
 
     model = _model(priors.Gaussian(1.5)).tempered(0.25)
     data = ArrayData(pl.Batch(torch.randn(8, 3), torch.randn(8, 1)), 8)
-    found = prior_of(ModelTarget(model, data, 2))
+    found = prior_of(ModelDensity(model, data, 2))
     torch.testing.assert_close(found.scale, torch.full_like(found.scale, 0.75))
 
 
@@ -133,7 +134,7 @@ def test_other_priors_are_refused_by_name(prior) -> None:
 
 def test_a_density_must_say_its_prior() -> None:
     with pytest.raises(ValueError, match="bound"):
-        run(EllipticalSlice(draws=1, warmup=0), Density(lambda q: -q.square().sum(-1), 2), torch.zeros(4, 2).double())
+        run(EllipticalSlice(draws=1, warmup=0), FunctionDensity(lambda q: -q.square().sum(-1), 2), torch.zeros(4, 2).double())
 
 
 def test_sampled_precisions_and_shifted_priors() -> None:

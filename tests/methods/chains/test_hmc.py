@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible import testing
 from plausible.blocks.chains import convergence as diagnostics
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity, run
 
 GAMMA = 2.0  # x = log of a Gamma(2) variable: log density 2x − eˣ, skewed; E[eˣ] = 2, Var[eˣ] = 2, E[x] = digamma(2)
 
@@ -35,7 +34,7 @@ def within_error(draws: Tensor, expected: Tensor | float, z: float = 5.0) -> Non
 def test_moments_of_a_correlated_gaussian(metric: Any) -> None:
     covariance = torch.tensor([[2.0, 0.9, 0.0], [0.9, 0.5, 0.0], [0.0, 0.0, 0.01]], dtype=torch.float64)
     precision = torch.linalg.inv(covariance)
-    target = Density(lambda q: -0.5 * ((q @ precision) * q).sum(-1), 3)
+    target = FunctionDensity(lambda q: -0.5 * ((q @ precision) * q).sum(-1), 3)
     method = pl.HMC(draws=150, chains=40, warmup=150, leapfrogs=8, metric=metric)
     found = run(method, target, torch.zeros(40, 3, dtype=torch.float64))
     q = found["position"]
@@ -47,7 +46,7 @@ def test_moments_of_a_correlated_gaussian(metric: Any) -> None:
 @pytest.mark.parametrize("integrator", ["leapfrog", "minimum-norm", "omelyan"])
 def test_moments_of_a_skewed_density(integrator: str) -> None:
     method = pl.HMC(draws=150, chains=60, warmup=100, leapfrogs=5, integrator=integrator)
-    found = run(method, Density(skewed, 2), torch.zeros(60, 2, dtype=torch.float64))
+    found = run(method, FunctionDensity(skewed, 2), torch.zeros(60, 2, dtype=torch.float64))
     x = found["position"]
     within_error(x.exp(), torch.full((2,), GAMMA))
     within_error(x.exp().square(), torch.full((2,), GAMMA + GAMMA**2))
@@ -61,7 +60,7 @@ def test_one_transition_keeps_the_law() -> None:
     start = -torch.log(torch.rand(chains, 2, generator=stream, dtype=torch.float64))
     start = start.sum(1, keepdim=True).log()  # log of a sum of two exponentials: Gamma(2)
     method = pl.HMC(draws=1, chains=chains, warmup=0, leapfrogs=3, step_size=0.9, adapt=False)
-    found = run(method, Density(skewed, 1), start)
+    found = run(method, FunctionDensity(skewed, 1), start)
     assert 0.3 < float(found["acceptance"].mean()) < 0.95  # errors are large enough to be seen
     u = 1 - (1 + found["position"][0].exp()) * (-found["position"][0].exp()).exp()  # the distribution function
     counts = torch.histc(u, bins=20, min=0, max=1)
@@ -74,7 +73,7 @@ def test_detailed_balance_without_adaptation() -> None:
     chains = 40_000
     start = torch.randn(chains, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     method = pl.HMC(draws=1, chains=chains, warmup=0, leapfrogs=2, step_size=1.3, jitter=0.0, adapt=False)
-    target = Density(lambda q: -0.5 * q.square().sum(-1), 1)
+    target = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 1)
     after = run(method, target, start)["position"][0, :, 0]
     edges = torch.tensor([-0.8, 0.0, 0.8], dtype=torch.float64)
     flows = torch.zeros(4, 4)
@@ -90,7 +89,9 @@ def test_divergences_are_counted_in_a_funnel() -> None:
 
     start = torch.cat([torch.full((40, 1), -4.0), torch.randn(40, 9, generator=torch.Generator().manual_seed(0))], 1).double()
     start[:, 1:] *= math.exp(-2)
-    found = run(pl.HMC(draws=20, chains=40, warmup=0, leapfrogs=20, step_size=0.7, adapt=False), Density(funnel, 10), start)
+    found = run(
+        pl.HMC(draws=20, chains=40, warmup=0, leapfrogs=20, step_size=0.7, adapt=False), FunctionDensity(funnel, 10), start
+    )
     assert int(found["divergent"].sum()) > 0
     assert bool(torch.isfinite(found["log_joint"]).all())
 

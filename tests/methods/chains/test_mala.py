@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plausible.blocks.chains.running import run
+from plausible.blocks.chains.density import run
 from plausible.methods.chains.hmc import HMC
 from plausible.methods.chains.mala import MALA
 from tests.helpers.kernel_laws import gaussian, require_balance, require_invariance, require_moments, skewed

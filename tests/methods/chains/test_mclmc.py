@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity, run
 from plausible.core import random
 from plausible.methods.chains.mclmc import MCLMC, turned, unit
 from tests.helpers.kernel_laws import gaussian, require_invariance, require_moments, skewed
@@ -57,7 +56,7 @@ def test_directions_keep_their_length() -> None:
 
 def test_directions_are_forgotten_over_the_length() -> None:
     """Without a gradient noise alone turns u: E u·u' = e^(−ε/L) for each step."""
-    target = Density(lambda q: 0 * q.sum(-1), 400)
+    target = FunctionDensity(lambda q: 0 * q.sum(-1), 400)
     method = MCLMC(draws=6, chains=200, warmup=0, thin=1, step_size=0.5, length=2.0)
     state = method.started(target, torch.zeros(200, 400, dtype=torch.float64), random.key(0))
     first = state.adaptation.direction
@@ -103,7 +102,7 @@ def test_moments(law) -> None:
 
 def test_bias_falls_with_the_step() -> None:
     """Of a standard normal in 20 dimensions; a quarter of the error, or less, for half the step."""
-    target = Density(lambda q: -0.5 * q.square().sum(-1), 20)
+    target = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 20)
     errors, noise = [], 0.0
     for step in (8.0, 4.0, 2.0):
         method = MCLMC(draws=60, chains=400, warmup=0, thin=max(1, int(8 / step)), step_size=step, length=6.0)
@@ -119,7 +118,7 @@ def test_bias_falls_with_the_step() -> None:
 def test_energy_variance_reaches_its_target(wanted: float) -> None:
     """Of single steps, for each weight; and the steps that do so are found from far off."""
     sigma = torch.logspace(-0.5, 0.5, 30).double()
-    target = Density(lambda q: -0.5 * (q / sigma).square().sum(-1), 30)
+    target = FunctionDensity(lambda q: -0.5 * (q / sigma).square().sum(-1), 30)
     method = MCLMC(draws=150, chains=32, warmup=400, thin=1, energy_variance=wanted)
     result = run(method, target, sigma * normal(32, 30))
     found = result["energy"].diff(dim=0).square().mean() / 30
@@ -143,7 +142,7 @@ def test_energy_variance_is_lowered_along_the_warmup() -> None:
 
 def test_length_follows_the_autocorrelation() -> None:
     """L = 0.4 integrated autocorrelation times: longer where one coordinate is slow, as long as √P is long in a standard normal."""
-    target = Density(lambda q: -0.5 * q.square().sum(-1), 25)
+    target = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 25)
     result = run(MCLMC(draws=1, chains=16, warmup=400, thin=1), target, normal(16, 25))
     length = result["state"].adaptation.length
     assert 1.5 < float(length.mean()) < 15  # √25 = 5
@@ -156,7 +155,7 @@ def test_length_follows_the_autocorrelation() -> None:
 
 def test_walls_are_turned_back_from() -> None:
     """Outside of a ball the density is not a number: such steps are marked, never stored, and the steps of the warm-up shrink."""
-    target = Density(lambda q: torch.where(q.square().sum(-1) < 4, -0.5 * q.square().sum(-1), math.nan), 3)
+    target = FunctionDensity(lambda q: torch.where(q.square().sum(-1) < 4, -0.5 * q.square().sum(-1), math.nan), 3)
     result = run(MCLMC(draws=200, chains=16, warmup=60, thin=1), target, 0.3 * normal(16, 3))
     assert 0 < float(result["divergent"].mean()) < 0.5
     assert result["position"].isfinite().all()
@@ -167,7 +166,7 @@ def test_walls_are_turned_back_from() -> None:
 
 def test_settings() -> None:
     with pytest.raises(ValueError, match="MCLMC: needs at least two weights"):
-        run(MCLMC(draws=1, warmup=0), Density(lambda q: -q.square().sum(-1), 1), torch.zeros(4, 1).double())
+        run(MCLMC(draws=1, warmup=0), FunctionDensity(lambda q: -q.square().sum(-1), 1), torch.zeros(4, 1).double())
     with pytest.raises(ValueError, match="energy_variance"):
         MCLMC(energy_variance=0.0)
     with pytest.raises(ValueError, match="integrator must be one of"):

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
+from plausible.blocks.chains.density import FunctionDensity, run
 from plausible.blocks.chains.masses import Dense
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density
 from plausible.methods.chains.metropolis import Metropolis
 from tests.helpers.kernel_laws import gaussian, require_balance, require_invariance, require_moments, skewed
 
@@ -32,7 +31,7 @@ def test_detailed_balance() -> None:
 def test_transition_density_on_a_grid() -> None:
     """From one point, proposals are taken with min(1, π'/π): where they end has that density, and the rest stays."""
     method = Metropolis(draws=1, chains=200_000, warmup=0, step_size=1.0, adapt=False)
-    target = Density(lambda q: (0.7 * q - q.exp()).sum(-1), 1)
+    target = FunctionDensity(lambda q: (0.7 * q - q.exp()).sum(-1), 1)
     start = torch.full((200_000, 1), 0.3, dtype=torch.float64)
     end = run(method, target, start)["position"][-1][:, 0]
     grid = torch.linspace(-5, 5, 4001, dtype=torch.float64)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from plausible import likelihoods, priors
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.blocks.chains import trees
+from plausible.blocks.chains.density import Density, Evaluation, FunctionDensity, ModelDensity, Point, run
 from plausible.blocks.chains.masses import Dense, Diagonal, Metric
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density, Evaluation, ModelTarget, Point, Target
 from plausible.blocks.chains.trees import explore, width
-from plausible.blocks.kernels.native import native_target
+from plausible.blocks.kernels.native import native_density
 from plausible.core.data import ArrayData, Batch
 from plausible.core.model import Model
 from plausible.methods.chains.nuts import NUTS
@@ -33,7 +32,7 @@ class Walked(NamedTuple):
 class Reference:
     """Stan's transition (Betancourt 2017, with the checks across subtrees) for one chain, given the directions of its doublings."""
 
-    def __init__(self, target: Target, metric: Metric, start: Point, step: float):
+    def __init__(self, target: Density, metric: Metric, start: Point, step: float):
         self.target, self.metric, self.step = target, metric, step
         self.energy = self._energy(start)
         self.backward = self.forward = start
@@ -104,7 +103,7 @@ class Reference:
         return self
 
 
-class Gaussian(Target):
+class Gaussian(Density):
     """N(1, Σ), its gradient written out."""
 
     dtype = torch.float64
@@ -135,7 +134,7 @@ def _directions(uniform: Tensor, max_depth: int, length: int) -> list[list[bool]
 def test_same_trees_as_recursion(length: int) -> None:
     """Depth, states, acceptance and divergences of many chains agree with the recursion, whatever the length of blocks."""
     chains, max_depth = 40, 6
-    target = Density(_banana, 2)
+    target = FunctionDensity(_banana, 2)
     stream = torch.Generator().manual_seed(length)
     position, noise = torch.randn(2, chains, 2, generator=stream, dtype=torch.float64)
     step = torch.rand(chains, generator=stream, dtype=torch.float64).mul(4).sub(3.8).exp()  # 0.02 … 1.2
@@ -164,7 +163,7 @@ def test_same_trees_as_recursion(length: int) -> None:
 def test_choice_inside_a_tree(length: int) -> None:
     """On given trajectories, states are chosen with the probabilities of biased progressive sampling: χ² over all states."""
     starts, copies, max_depth = 8, 4_000, 4
-    target, metric = Density(_banana, 2), _metrics()[0]
+    target, metric = FunctionDensity(_banana, 2), _metrics()[0]
     stream = torch.Generator().manual_seed(1)
     position, momentum = torch.randn(2, starts, 2, generator=stream, dtype=torch.float64).repeat_interleave(copies, 1)
     start = Point(position, momentum, *target.evaluate(position))
@@ -218,7 +217,7 @@ def test_moments_of_a_correlated_gaussian(metric: str) -> None:
 
 def test_moments_of_a_skewed_density() -> None:
     """x = log of a Gamma(2) variable: E[eˣ] = Var[eˣ] = 2, E[x] = 1 − γ."""
-    target = Density(lambda q: (2 * q - q.exp()).sum(-1), 2)
+    target = FunctionDensity(lambda q: (2 * q - q.exp()).sum(-1), 2)
     x = run(NUTS(draws=40, chains=200, warmup=60), target, torch.zeros(200, 2, dtype=torch.float64))["position"]
     _within_error(x.exp(), torch.full((2,), 2.0))
     _within_error(x.exp().square(), torch.full((2,), 6.0))
@@ -235,7 +234,7 @@ def test_one_transition_keeps_the_law(step: float) -> None:
     stream = torch.Generator().manual_seed(3)
     x, residual = torch.randn(2, chains, generator=stream, dtype=torch.float64)
     start = torch.stack([x, x.square() + residual / math.sqrt(2)], 1)
-    target = Density(lambda q: -0.5 * q[:, 0].square() - (q[:, 1] - q[:, 0].square()).square(), 2)
+    target = FunctionDensity(lambda q: -0.5 * q[:, 0].square() - (q[:, 1] - q[:, 0].square()).square(), 2)
     found = run(NUTS(draws=1, chains=chains, warmup=0, step_size=step, adapt=False, max_depth=6), target, start)
     after = found["position"][0]
     assert float((after - start).norm(dim=1).median()) > 0.5  # they moved
@@ -254,7 +253,7 @@ def test_detailed_balance_without_adaptation() -> None:
     stream = torch.Generator().manual_seed(4)
     start = torch.rand(chains, 2, generator=stream, dtype=torch.float64).log().neg().sum(1, keepdim=True).log()  # log Gamma(2)
     method = NUTS(draws=1, chains=chains, warmup=0, step_size=1.1, adapt=False, max_depth=3)
-    found = run(method, Density(lambda q: (2 * q - q.exp()).sum(-1), 1), start)
+    found = run(method, FunctionDensity(lambda q: (2 * q - q.exp()).sum(-1), 1), start)
     assert (found["step_size"] == 1.1).all()
     assert (found["state"].adaptation.metric.inverse_mass == 1).all()
     edges = torch.tensor([-0.5, 0.2, 0.6, 1.0], dtype=torch.float64)
@@ -279,7 +278,9 @@ def test_funnel_diverges() -> None:
     start[:, 1:] *= (start[:, :1] / 2).exp()  # exact draws
     counts = []
     for step in (0.5, 0.02):
-        found = run(NUTS(draws=3, chains=400, warmup=0, step_size=step, adapt=False, max_depth=7), Density(funnel, 10), start)
+        found = run(
+            NUTS(draws=3, chains=400, warmup=0, step_size=step, adapt=False, max_depth=7), FunctionDensity(funnel, 10), start
+        )
         counts.append(float(found["divergent"].mean()))
         for name, value in found.items():
             assert name == "state" or bool(value.isfinite().all()), name
@@ -292,7 +293,7 @@ def test_chains_do_not_meddle(dropping: int, monkeypatch: pytest.MonkeyPatch) ->
     """A chain moves as it would alone: others that finish earlier, or run away, leave no trace, left out or kept (as on a GPU)."""
     monkeypatch.setattr(trees, "DROPPING", dropping)
 
-    class Watched(Density):
+    class Watched(FunctionDensity):
         def evaluate(self, position: Tensor) -> Evaluation:
             rows.add(len(position))
             return super().evaluate(position)
@@ -337,7 +338,7 @@ def test_native_trees(dtype: torch.dtype, length: int, monkeypatch: pytest.Monke
     network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
     batch = Batch(x, x[:, :1].sin())
     model = Model.build(network, likelihoods.Gaussian(0.3), priors.Gaussian(1.0), batch, num_data=40)
-    target = native_target(ModelTarget(model, ArrayData(batch, 40), chains))
+    target = native_density(ModelDensity(model, ArrayData(batch, 40), chains))
     assert target is not None
     size = target.size
     position = 0.3 * torch.randn(chains, size, dtype=dtype)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity, run
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, log_ratio, no_bridges, respaced
 from plausible.testing import LinearGaussian
 from tests.helpers.conjugate import TARGET, TRUTH, from_prior, moments
@@ -112,7 +111,7 @@ def two_modes(w: Tensor) -> Tensor:
     return torch.logaddexp(*parts) - 2 * math.log(0.3) - LOG_2PI
 
 
-BIMODAL = Density(two_modes, 2, prior=lambda w: -0.5 * (w / 3).square().sum(-1) - 2 * math.log(3) - LOG_2PI)
+BIMODAL = FunctionDensity(two_modes, 2, prior=lambda w: -0.5 * (w / 3).square().sum(-1) - 2 * math.log(3) - LOG_2PI)
 
 
 def test_modes_are_visited_in_proportion_where_one_chain_stays() -> None:
@@ -156,7 +155,7 @@ def test_linear_gaussian_network_and_going_on() -> None:
 def test_masses_and_steps_after_a_short_warm_up() -> None:
     # Densities of widths 1 and 0.001: inverse masses must span that, and steps must fit the new masses, not the ones before.
     widths = torch.tensor([1.0, 0.03, 0.001], dtype=torch.float64)
-    target = Density(
+    target = FunctionDensity(
         lambda q: -0.5 * (q / widths).square().sum(-1), 3, prior=lambda q: -0.5 * q.square().sum(-1), dtype=torch.float64
     )
     method = pl.ParallelTempering(draws=50, warmup=150, chains=3, temperatures=4, hottest=0.2, leapfrogs=20)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import plausible as pl
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity
 from plausible.blocks.chains.tempering import Place, effective, hamiltonian, ladder, next_power, relative_variance, systematic
 from plausible.methods.chains.annealed import anneal
 from plausible.testing import LinearGaussian
@@ -131,7 +131,7 @@ def test_one_temperature_is_importance_sampling_from_the_prior() -> None:
 
 def test_likelihood_that_is_zero_somewhere() -> None:
     """p(D | w) = 1 for w > 1 and else 0: the evidence is P(w > 1) under the prior, and all particles end up there."""
-    target = Density(
+    target = FunctionDensity(
         lambda w: torch.where(w[:, 0] > 1, 0.0 * w[:, 0], -torch.inf), 1, prior=lambda w: -0.5 * w.square().sum(-1)
     )
     method = pl.SMC(particles=2000, pilots=200)

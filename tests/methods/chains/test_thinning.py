@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.apps.report.words import percent
 from plausible.blocks.chains import convergence as diagnostics
-from plausible.blocks.chains.running import run
-from plausible.blocks.chains.target import Density
+from plausible.blocks.chains.density import FunctionDensity, run
 from plausible.methods.chains.base import Chains
 from plausible.posteriors.verdicts import judged
 
@@ -48,9 +47,9 @@ def by_draw(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", KERNELS, ids=IDS)
 def test_every_transition_counts(method: Chains) -> None:
-    target = Density(funnel, 5, prior=lambda q: -0.5 * q.square().sum(-1))
+    target = FunctionDensity(funnel, 5, prior=lambda q: -0.5 * q.square().sum(-1))
     if isinstance(method, pl.EllipticalSlice):
-        target = Density(funnel, 5).bound(precision=torch.ones(5, dtype=torch.float64))
+        target = FunctionDensity(funnel, 5).bound(precision=torch.ones(5, dtype=torch.float64))
     start = torch.randn(method.rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     every, some = run(method, target, start), run(thinned(method), target, start)
     last = {name: by_draw(value)[:, -1] for name, value in every.items() if name != "state"}

@@ -14,7 +14,7 @@ from plausible.analysis import metrics
 from plausible.analysis.fidelity import distances, regions, stein
 from plausible.analysis.fidelity.result import Fidelity, Measure, Region
 from plausible.analysis.fidelity.sides import CLASSES, FRESH, Side, divide, jackknife, stored
-from plausible.blocks.chains.target import ModelTarget
+from plausible.blocks.chains.density import ModelDensity
 from plausible.core.data import ArrayData, Data, as_data, num_rows
 from plausible.core.weights import Weights
 from plausible.posteriors.base import DrawsPosterior, Posterior
@@ -246,7 +246,7 @@ def _with_floor(found: Measure, level: float | None) -> Measure:
 def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws: int | None, floor: bool, seed: int) -> Measure:
     if data is None:
         return Measure.missing("needs data, the training data")
-    target = ModelTarget(reference.model, data, 100)
+    target = ModelDensity(reference.model, data, 100)
     try:
         own, blocks = _weight_draws(posterior, target, draws, seed)
     except (TypeError, ValueError, NotImplementedError, KeyError) as error:
@@ -262,7 +262,7 @@ def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws:
     return Measure(*_discrepancy(target, own, blocks, length), level)
 
 
-def _discrepancy(target: ModelTarget, draws: Tensor, blocks: Tensor, length: float) -> tuple[float, float]:
+def _discrepancy(target: ModelDensity, draws: Tensor, blocks: Tensor, length: float) -> tuple[float, float]:
     """√KSD² · ℓ/√P, and by how much it grows where KSD² is one standard error larger."""
     scores = torch.cat([target.evaluate(part.to(target.device, target.dtype)).gradient.cpu() for part in draws.split(100)])
     squared, error = stein.discrepancy(stein.stein_matrix(draws, scores, length), blocks)
@@ -271,7 +271,7 @@ def _discrepancy(target: ModelTarget, draws: Tensor, blocks: Tensor, length: flo
     return value, math.sqrt(max(squared, 0.0) + error) * unit - value
 
 
-def _weight_draws(posterior: Posterior, target: ModelTarget, draws: int | None, seed: int) -> tuple[Tensor, Tensor]:
+def _weight_draws(posterior: Posterior, target: ModelDensity, draws: int | None, seed: int) -> tuple[Tensor, Tensor]:
     """Positions [n, P] and their blocks: at most `STEIN`, evenly spaced along the chains."""
     wanted = draws if draws is not None or stored(posterior) else FRESH
     named: Weights = posterior.weights(wanted, seed)

@@ -45,8 +45,8 @@ def diagnose(
 
     Example: plausible diagnose run --data houses.csv --plots figures
     """
+    from plausible.analysis.diagnostics import summary_table
     from plausible.apps.cli import runs, view
-    from plausible.blocks.chains.convergence import summary_table
     from plausible.posteriors.verdicts import judged
 
     if top < 1:

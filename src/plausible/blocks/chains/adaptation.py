@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, Evaluation, Point
 from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import (
     Diagonal,
@@ -26,7 +27,6 @@ from plausible.blocks.chains.masses import (
     low_rank_from,
     metric_for,
 )
-from plausible.blocks.chains.target import Evaluation, Point, Target
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Step sizes
@@ -74,19 +74,25 @@ class DualAveraging(NamedTuple):
 
 
 def first_step(
-    target: Target, metric: Metric, position: Tensor, found: Evaluation, noise: Tensor, start: Tensor, scheme: str = "leapfrog"
+    density: Density,
+    metric: Metric,
+    position: Tensor,
+    found: Evaluation,
+    noise: Tensor,
+    start: Tensor,
+    scheme: str = "leapfrog",
 ) -> Tensor:
     """Step sizes `[chains]` at which one step is accepted with a probability of about 0.8 (Hoffman and Gelman 2014).
 
     Each chain's is doubled or halved from `start` until its acceptance crosses 0.8, all chains together, with momenta from the
-    standard normals `noise` `[chains, P]`. `found` is the target at `position`. Cost: one gradient for each doubling.
+    standard normals `noise` `[chains, P]`. `found` is the density at `position`. Cost: one gradient for each doubling.
     """
     point = Point(position, metric.momentum(noise), *found)
-    energy = metric.kinetic(point.momentum) - target.value(found.log_likelihood, found.log_prior)
+    energy = metric.kinetic(point.momentum) - density.value(found.log_likelihood, found.log_prior)
 
     def accepted(step: Tensor) -> Tensor:
-        end = integrate(target, metric, point, step, 1, scheme)
-        there = metric.kinetic(end.momentum) - target.value(end.log_likelihood, end.log_prior)
+        end = integrate(density, metric, point, step, 1, scheme)
+        there = metric.kinetic(end.momentum) - density.value(end.log_likelihood, end.log_prior)
         return (energy - there).nan_to_num(nan=-torch.inf) > -0.2231435513142097  # log 0.8
 
     step = start.double().clone()

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, gaussian
+from plausible.blocks.chains.density import Evaluation, ModelDensity, Point, gaussian
 from plausible.core import weights as tree
 from plausible.core.data import ArrayData
 from plausible.core.transforms import compiled
@@ -25,14 +25,14 @@ NATIVE_FROM = 2_000  # gradients from which building native code or a kernel pay
 COMPILE_FROM = 100_000  # and from which compiling what is captured does
 
 
-def traced(target: ModelTarget, position: Tensor, beta: Tensor | None, precision: Tensor | None) -> Evaluation:
-    """`target.evaluate` in operations that can be compiled: `torch.func` instead of autograd; all data at once."""
-    model, batch = target.model, target.data.batch  # type: ignore[union-attr]
+def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precision: Tensor | None) -> Evaluation:
+    """`density.evaluate` in operations that can be compiled: `torch.func` instead of autograd; all data at once."""
+    model, batch = density.model, density.data.batch  # type: ignore[union-attr]
     fixed = {name: model.initial[name] for name in model.points}
     closed = model.prior.precision if not fixed else None
 
     def one(weights: Weights) -> tuple[Tensor, Tensor]:
-        likelihood = target._sum(weights, batch)
+        likelihood = density._sum(weights, batch)
         return likelihood, likelihood
 
     def prior_of(weights: Weights) -> tuple[Tensor, Tensor]:
@@ -40,14 +40,14 @@ def traced(target: ModelTarget, position: Tensor, beta: Tensor | None, precision
         value = model.prior.log_prob({name: named[name] for name in model.initial})
         return value, value
 
-    named = target.named(position)
+    named = density.named(position)
     grads, (likelihood, _) = torch.func.vmap(torch.func.grad_and_value(one, has_aux=True))(named)
     gradient = tree.flatten(grads, batch_dims=1)
     if precision is not None:
         prior, slope = gaussian(position, precision), -precision * position
     elif closed is not None:
         square = position.double().square().sum(-1)
-        prior, slope = target.prior_constant - 0.5 * closed * square, -closed * position
+        prior, slope = density.prior_constant - 0.5 * closed * square, -closed * position
     else:
         grads, (prior, _) = torch.func.vmap(torch.func.grad_and_value(prior_of, has_aux=True))(named)
         slope = tree.flatten(grads, batch_dims=1)
@@ -61,24 +61,24 @@ def traced(target: ModelTarget, position: Tensor, beta: Tensor | None, precision
 
 
 def drift_and_kick(
-    target: ModelTarget, position: Tensor, momentum: Tensor, size: Tensor, moved: Tensor, beta: Tensor | None, precision: Any
+    density: ModelDensity, position: Tensor, momentum: Tensor, size: Tensor, moved: Tensor, beta: Tensor | None, precision: Any
 ) -> tuple[Tensor, Tensor, Evaluation]:
     """A leapfrog whose momentum is half a step ahead: q ← q + εM⁻¹p, p ← p + ε∇ log π(q)."""
     position = position + moved * momentum
-    found = traced(target, position, beta, precision)
+    found = traced(density, position, beta, precision)
     return position, momentum + size * found.gradient, found
 
 
-class CompiledTarget(ModelTarget):
-    """A `ModelTarget` whose leapfrogs run in compiled blocks, always with all rows (missing ones are padded)."""
+class CompiledDensity(ModelDensity):
+    """A `ModelDensity` whose leapfrogs run in compiled blocks, always with all rows (missing ones are padded)."""
 
     programs: dict[Any, Any]
 
     @classmethod
-    def of(cls, target: ModelTarget) -> Self:
+    def of(cls, density: ModelDensity) -> Self:
         """The same density, compiled when first used."""
         found = cls.__new__(cls)
-        found.__dict__.update(target.__dict__)
+        found.__dict__.update(density.__dict__)
         found.programs = {}
         return found
 
@@ -124,8 +124,8 @@ class CompiledTarget(ModelTarget):
         return torch.cat([value, value[:1].expand(self.chains - rows, *value.shape[1:])])
 
 
-class CapturedTarget(CompiledTarget):
-    """A `ModelTarget` on a GPU, one leapfrog of which is captured in a CUDA graph and replayed."""
+class CapturedDensity(CompiledDensity):
+    """A `ModelDensity` on a GPU, one leapfrog of which is captured in a CUDA graph and replayed."""
 
     inner: bool = False  # whether what is captured was compiled before
 
@@ -207,47 +207,47 @@ class CapturedTarget(CompiledTarget):
         )
 
 
-def can_trace(target: ModelTarget) -> bool:
+def can_trace(density: ModelDensity) -> bool:
     """Whether all data are resident and evaluated at once, by vmap."""
-    resident = isinstance(target.data, ArrayData) and target.chunk >= target.data.num_data
-    return resident and target.notes["stackable"]
+    resident = isinstance(density.data, ArrayData) and density.chunk >= density.data.num_data
+    return resident and density.notes["stackable"]
 
 
-def faster(target: ModelTarget, wish: Any, gradients: int) -> tuple[ModelTarget, str]:
-    """The fastest form of a target that pays for about so many gradients, and its name; decided without a clock.
+def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensity, str]:
+    """The fastest form of a density that pays for about so many gradients, and its name; decided without a clock.
 
     "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by inductor,
     where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
     """
     if wish is False:
-        return target, "eager"
-    if target.device.type == "cuda" and (wish is True or gradients >= NATIVE_FROM):
-        from plausible.blocks.kernels.fused import fused_target
+        return density, "eager"
+    if density.device.type == "cuda" and (wish is True or gradients >= NATIVE_FROM):
+        from plausible.blocks.kernels.fused import fused_density
 
-        if (fused := fused_target(target)) is not None and _runs(fused, target):
+        if (fused := fused_density(density)) is not None and _runs(fused, density):
             return fused, "fused"
-    if target.device.type == "cpu" and (wish is True or gradients >= NATIVE_FROM):
-        from plausible.blocks.kernels.native import native_target
+    if density.device.type == "cpu" and (wish is True or gradients >= NATIVE_FROM):
+        from plausible.blocks.kernels.native import native_density
 
-        if (native := native_target(target)) is not None:
+        if (native := native_density(density)) is not None:
             return native, "native"
-    if not can_trace(target) or (target.device.type == "cpu" and wish is not True):
-        return target, "eager"
-    kind = CapturedTarget if target.device.type == "cuda" else CompiledTarget
-    found = kind.of(target)
-    if isinstance(found, CapturedTarget):
+    if not can_trace(density) or (density.device.type == "cpu" and wish is not True):
+        return density, "eager"
+    kind = CapturedDensity if density.device.type == "cuda" else CompiledDensity
+    found = kind.of(density)
+    if isinstance(found, CapturedDensity):
         found.inner = wish is True or gradients >= COMPILE_FROM
-    if not _runs(found, target):
-        return target, "eager"
-    return found, "captured" if isinstance(found, CapturedTarget) else "compiled"
+    if not _runs(found, density):
+        return density, "eager"
+    return found, "captured" if isinstance(found, CapturedDensity) else "compiled"
 
 
-def _runs(found: ModelTarget, target: ModelTarget) -> bool:
+def _runs(found: ModelDensity, density: ModelDensity) -> bool:
     """Whether a leapfrog of no length works; a warning where it does not."""
     try:
-        q = torch.zeros(target.chains, target.size, dtype=target.dtype, device=target.device)
+        q = torch.zeros(density.chains, density.size, dtype=density.dtype, device=density.device)
         with torch.no_grad():
-            at = target.evaluate(q)
+            at = density.evaluate(q)
             found.leapfrogs(Point(q, q, *at), torch.zeros(len(q), device=q.device), torch.ones_like(q[0]), 1)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

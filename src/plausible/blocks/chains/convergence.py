@@ -3,7 +3,7 @@
 All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they run
 on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no effective
 sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all quantities,
-which is what a reader needs first; `summary_table` has a row for each.
+which is what a reader needs first; `analysis.diagnostics.summary_table` has a row for each.
 
 Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for assessing
 convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.
@@ -14,16 +14,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import scipy.special
 import torch
 from torch import Tensor
 
-from plausible.core.special import betainc, double
-
-if TYPE_CHECKING:
-    from plausible.posteriors.summaries import SummaryTable
+from plausible.core.special import double
 
 PART = 2**20
 """Numbers that one part of the quantities has at most."""
@@ -171,13 +169,9 @@ def _deviation(values: Tensor) -> Tensor:
 
 
 def _beta_quantile(a: Tensor, b: Tensor, probability: float) -> Tensor:
-    """The x with I_x(a, b) = probability, by bisection."""
-    low, high = torch.zeros_like(a), torch.ones_like(a)
-    for _ in range(52):
-        middle = (low + high) / 2
-        below = betainc(a, b, middle) < probability
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2
+    """The x with I_x(a, b) = probability."""
+    x = scipy.special.betaincinv(a.cpu().double().numpy(), b.cpu().double().numpy(), probability)
+    return torch.as_tensor(x, dtype=a.dtype, device=a.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,14 +330,3 @@ def summarise(chains: Tensor, limit: int = LIMIT) -> dict[str, Any]:
         "ess_tail": float(found["ess_tail"].nan_to_num(torch.inf).min()),
         "mcse": float((found["mcse"] / found["sd"]).nan_to_num(0.0).max()),
     }
-
-
-def summary_table(posterior: Any, x: Any = None, names: Any = None) -> SummaryTable:
-    """One row for each function value f(x), or each weight: mean, sd, mcse, ess_bulk, ess_tail, rhat; see `SummaryTable`.
-
-    x: inputs at which functions are looked at, where permuting hidden units does not matter. Without it the table has the random
-    weights, or those whose names match `names` (patterns such as "0.*").
-    """
-    from plausible.posteriors.summaries import tabulate
-
-    return tabulate(posterior, x, names)

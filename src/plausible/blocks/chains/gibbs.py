@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Target, gaussian
+from plausible.blocks.chains.density import Density, gaussian
 from plausible.core import random
 from plausible.core.priors import Gaussian, Hierarchical, Prior
 from plausible.core.priors.composed import Leaf, leaves
@@ -131,14 +131,14 @@ class Hierarchy:
         wide = torch.cat([each, torch.zeros_like(each[:, :1])], 1)
         return (wide[:, self.label] * self.factor + self.fixed).to(dtype)
 
-    def bound(self, target: Target, precisions: Mapping[str, Tensor]) -> Target:
-        """The target with the Gaussian prior of these precisions."""
-        return target.bound(precision=self.vector(precisions, target.dtype))
+    def bound(self, density: Density, precisions: Mapping[str, Tensor]) -> Density:
+        """The density with the Gaussian prior of these precisions."""
+        return density.bound(precision=self.vector(precisions, density.dtype))
 
-    def step(self, target: Target, state: ChainState) -> ChainState:
-        """New precisions given the weights; log prior and gradient are those of the target that they bind."""
+    def step(self, density: Density, state: ChainState) -> ChainState:
+        """New precisions given the weights; log prior and gradient are those of the density that they bind."""
         drawn = self.draw(state.position, state.key, state.step)
-        before, after = (self.vector(each, target.dtype) for each in (state.precisions, drawn))
+        before, after = (self.vector(each, density.dtype) for each in (state.precisions, drawn))
         return state._replace(
             precisions=drawn,
             log_prior=gaussian(state.position, after),

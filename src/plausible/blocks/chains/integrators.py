@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.masses import Diagonal, Metric
-from plausible.blocks.chains.target import Point, Target
 
 
 class Scheme(NamedTuple):
@@ -93,17 +93,17 @@ def stability(scheme: str) -> float:
 
 
 def integrate(
-    target: Target, metric: Metric, point: Point, step: Tensor, count: int, scheme: str = "leapfrog", keep: bool = False
+    density: Density, metric: Metric, point: Point, step: Tensor, count: int, scheme: str = "leapfrog", keep: bool = False
 ) -> Point:
-    """`count` steps of size `step` `[chains]` (negative: backwards in time) from `point`, whose gradient is the target's there.
+    """`count` steps of size `step` `[chains]` (negative: backwards in time) from `point`, whose gradient is the density's there.
 
     Returns the end, or with `keep` the whole path behind the start: `[chains, count, …]`. Leapfrog with diagonal masses is left
-    to `target.leapfrogs`, which may be a compiled kernel. Cost: `count · gradients(scheme)` gradients.
+    to `density.leapfrogs`, which may be a compiled kernel. Cost: `count · gradients(scheme)` gradients.
     """
     if scheme == "leapfrog" and isinstance(metric, Diagonal):
-        return target.leapfrogs(point, step, metric.inverse_mass, count, keep=keep)
+        return density.leapfrogs(point, step, metric.inverse_mass, count, keep=keep)
     kicks, drifts, _ = scheme_for(scheme)
-    size = step.unsqueeze(-1).to(target.dtype)
+    size = step.unsqueeze(-1).to(density.dtype)
     position, momentum, *_, gradient = point
     path: list[Point] = []
     pending = 0.0  # the kick that ends a step waits for the one that begins the next: both use the same gradient
@@ -111,7 +111,7 @@ def integrate(
         for kick, drift in zip(kicks, drifts):
             momentum = momentum + ((pending + kick) * size) * gradient
             position = position + (drift * size) * metric.velocity(momentum)
-            found = target.evaluate(position)
+            found = density.evaluate(position)
             gradient, pending = found.gradient, 0.0
         pending = kicks[-1]
         if keep or i == count - 1:

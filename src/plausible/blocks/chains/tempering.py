@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Point, Target
+from plausible.blocks.chains.density import Density, Point
 
 Spacing = Literal["power", "sigmoid", "geometric"]
 SPACINGS: tuple[Spacing, ...] = ("power", "sigmoid", "geometric")
@@ -118,7 +118,7 @@ def relative_variance(log_weights: Tensor, ancestors: Tensor) -> float:
 
 
 class Place(NamedTuple):
-    """Positions `[rows, P]` with what the target says there; `gradient` is that of the power it is bound to."""
+    """Positions `[rows, P]` with what the density says there; `gradient` is that of the power it is bound to."""
 
     position: Tensor
     log_likelihood: Tensor
@@ -136,19 +136,19 @@ class Moved(NamedTuple):
 
 
 def hamiltonian(
-    target: Target, place: Place, noise: Tensor, level: Tensor, step: Tensor, inverse_mass: Tensor, count: int
+    density: Density, place: Place, noise: Tensor, level: Tensor, step: Tensor, inverse_mass: Tensor, count: int
 ) -> Moved:
-    """`count` leapfrogs from p = M^½ `noise`, accepted where `level` < exp(H(start) − H(end)): leaves the bound target invariant.
+    """`count` leapfrogs from p = M^½ `noise`, accepted where `level` < exp(H(start) − H(end)): leaves the bound density invariant.
 
     `noise` `[rows, P]` ~ N(0, I), `level` `[rows]` ~ U(0, 1), `step` `[rows]`, `inverse_mass` `[P]` or `[rows, P]`; the last two
     must not depend on `place`. Cost: `count` gradients of all rows.
     """
     momentum = noise * inverse_mass.rsqrt()
-    end = target.leapfrogs(Point(place.position, momentum, *place[1:]), step, inverse_mass, count)
+    end = density.leapfrogs(Point(place.position, momentum, *place[1:]), step, inverse_mass, count)
 
     def energy(point: Point) -> Tensor:
         kinetic = 0.5 * (inverse_mass.double() * point.momentum.double().square()).sum(-1)
-        return kinetic - target.value(point.log_likelihood, point.log_prior)
+        return kinetic - density.value(point.log_likelihood, point.log_prior)
 
     before, after = energy(Point(place.position, momentum, *place[1:])), energy(end)
     error = (after - before).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # both ends infinite: stay

@@ -6,7 +6,7 @@ A trajectory doubles, forwards or backwards in time, until it or a half of a hal
 Gelman 2014; Betancourt 2017). Doubling j takes 2^j leapfrogs of every chain that is still going, in blocks of up to `LENGTH`
 that a compiled kernel can run. All products p♯_i · ρ that a block's own subtrees ask for are differences of prefix sums of one
 Gram matrix G_ik = p♯_i · p_k; blocks are then joined pairwise, like the digits of a binary counter, so that memory is one block
-and five numbers a weight for each level. Where the target has machine code for all of it (trees.cpp), that is used.
+and five numbers a weight for each level. Where the density has machine code for all of it (trees.cpp), that is used.
 
 Related vectors are kept in one tensor, `[chains, parts, P]`, so that few operations are needed beside the leapfrogs: a span
 (momentum and velocity at its first state, at its last, sum of momenta), an end of a tree (position, momentum, gradient, velocity).
@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Diagonal, Metric
-from plausible.blocks.chains.target import Point, Target
 
 LENGTH = 64  # leapfrogs of a block, at most
 BUDGET = {"cpu": 2**28, "cuda": 2**31}  # bytes of a block, for all chains
@@ -59,7 +59,7 @@ def width(max_depth: int, length: int) -> int:
 
 
 def explore(
-    target: Target, metric: Metric, start: Point, step: Tensor, max_depth: int, uniform: Tensor, length: int | None = None
+    density: Density, metric: Metric, start: Point, step: Tensor, max_depth: int, uniform: Tensor, length: int | None = None
 ) -> Explored:
     """One trajectory of each chain from `start` with step sizes `[chains]`, and a state of it drawn by e^(−H).
 
@@ -69,11 +69,11 @@ def explore(
     None: `block_length`). Cost: the leapfrogs, and P · `length` multiplications for each.
     """
     length = length or block_length(start.position)
-    if isinstance(metric, Diagonal) and hasattr(target, "trees"):  # the same by machine code
-        found = target.trees(start, step, metric.inverse_mass, max_depth, uniform, length)
+    if isinstance(metric, Diagonal) and hasattr(density, "trees"):  # the same by machine code
+        found = density.trees(start, step, metric.inverse_mass, max_depth, uniform, length)
         if found is not None:
             return Explored(*found)
-    forest = _Forest(target, metric, start, step)
+    forest = _Forest(density, metric, start, step)
     column = 0
     for depth in range(max_depth):
         size = min(2**depth, length)
@@ -92,10 +92,10 @@ class _Forest:
     Σ min(1, e^(H₀ − H)), the states that it counts, divergences, leapfrogs, doublings.
     """
 
-    def __init__(self, target: Target, metric: Metric, start: Point, step: Tensor):
-        self.whole, self.target, self.metric = (target, metric), target, metric
+    def __init__(self, density: Density, metric: Metric, start: Point, step: Tensor):
+        self.whole, self.density, self.metric = (density, metric), density, metric
         velocity = metric.velocity(start.momentum)
-        self.energy = metric.kinetic(start.momentum) - target.value(start.log_likelihood, start.log_prior)
+        self.energy = metric.kinetic(start.momentum) - density.value(start.log_likelihood, start.log_prior)
         self.chain = torch.arange(len(self.energy), device=self.energy.device)
         end = torch.stack([start.position, start.momentum, start.gradient, velocity], 1)
         self.ends = torch.stack([end, end], 1)  # [rows, 2, 4, P]: the backward end, the forward end
@@ -135,7 +135,7 @@ class _Forest:
         rows = self.going.nonzero().squeeze(-1)
         for name in self.ROWS:
             setattr(self, name, getattr(self, name)[rows])
-        self.target, self.metric = _rows_of(*self.whole, self.chain)
+        self.density, self.metric = _rows_of(*self.whole, self.chain)
         return rows
 
     def grow(self, noise: Tensor, size: int, blocks: int) -> None:
@@ -151,10 +151,10 @@ class _Forest:
         last = near
         for block in range(blocks):
             point = Point(last[:, 0], last[:, 1], half_numbers[:, 0], half_numbers[:, 1], last[:, 2])
-            path = integrate(self.target, self.metric, point, signed, size, keep=True)
+            path = integrate(self.density, self.metric, point, signed, size, keep=True)
             velocity = self.metric.velocity(path.momentum)
             kinetic = 0.5 * (path.momentum * velocity).sum(-1, dtype=torch.float64)
-            energy = kinetic - self.target.value(path.log_likelihood.mT, path.log_prior.mT).mT
+            energy = kinetic - self.density.value(path.log_likelihood.mT, path.log_prior.mT).mT
             gain = (self.energy.unsqueeze(-1) - energy).nan_to_num(nan=-torch.inf)  # H₀ − H: [rows, size]
             ran, stop = first_stop(path.momentum, velocity, gain)
             self._count(gain, ran, stop)
@@ -275,11 +275,13 @@ def _where(mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.where(mask.view(-1, *[1] * (one.ndim - 1)), one, other)
 
 
-def _rows_of(target: Target, metric: Metric, chain: Tensor) -> tuple[Target, Metric]:
-    """Target and metric of some chains, where they differ between chains."""
-    beta = None if target.beta is None else target.beta[chain]
-    precision = target.precision[chain] if target.precision is not None and target.precision.ndim == 2 else None
-    return (target if beta is None and precision is None else target.bound(beta=beta, precision=precision)), metric.rows(chain)
+def _rows_of(density: Density, metric: Metric, chain: Tensor) -> tuple[Density, Metric]:
+    """Density and metric of some chains, where they differ between chains."""
+    beta = None if density.beta is None else density.beta[chain]
+    precision = density.precision[chain] if density.precision is not None and density.precision.ndim == 2 else None
+    return (density if beta is None and precision is None else density.bound(beta=beta, precision=precision)), metric.rows(
+        chain
+    )
 
 
 __all__ = ["DIVERGENT", "LENGTH", "Explored", "block_length", "explore", "first_stop", "joined", "width"]

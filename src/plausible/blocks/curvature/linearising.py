@@ -47,11 +47,11 @@ class Linearisation:
             recorder.cloning = self.cloning
             outputs = self.model.outputs({**self.weights, **leaves}, x)
         self._others = set(self.names) if recorder.ragged else recorder.others
-        self.final = bool(recorder.uses) and outputs is recorder.uses[-1].outputs and not self.cloning
-        if any(use.outputs._version != version for use, version in zip(recorder.uses, recorder.versions)):
+        self.final = bool(recorder.recorded) and outputs is recorder.recorded[-1].outputs and not self.cloning
+        if any(use.outputs._version != version for use, version in zip(recorder.recorded, recorder.versions)):
             self.cloning = True  # the network writes into what its layers gave: give it copies
             return self._record(x, grad)
-        return outputs, recorder.uses, leaves
+        return outputs, recorder.recorded, leaves
 
     def _probe(self, x: Any) -> None:
         """Find out where the examples are in the inputs and outputs of every use, and which weights are not seen in any."""

@@ -7,14 +7,16 @@ Weights that are used in any other way are named in `others`; their Jacobian has
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from plausible.blocks.interception import AXES, METADATA, Watch, arguments
 
 Kind = Literal["matrix", "table", "vector"]
 
@@ -38,41 +40,6 @@ class Use(NamedTuple):
     groups: int = 1
 
 
-# What may be asked of a weight without using its value.
-_HARMLESS = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__,
-    Tensor.ndim.__get__,
-    Tensor.layout.__get__,
-    Tensor.is_nested.__get__,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__,
-    Tensor.grad.__get__,
-    Tensor.is_leaf.__get__,
-    Tensor._version.__get__,  # type: ignore[attr-defined,union-attr]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.stride,
-    Tensor.is_contiguous,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    Tensor.data_ptr,
-    Tensor.get_device,
-    torch._cudnn_rnn_flatten_weight,  # cuDNN's recurrent nets look before they run
-}
-
-_CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-_TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
-_NORMS = {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm}
-_RECURRENT = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
-
-
 # What picks so many rows that depend on the values of the inputs: examples can then not be followed.
 _RAGGED = {
     torch.masked_select,
@@ -81,8 +48,8 @@ _RAGGED = {
     Tensor.nonzero,
     torch._C._VariableFunctions._pack_padded_sequence,
 }
+_CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rnn_relu: "relu"}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
-_SEEN = {F.linear, F.embedding, F.multi_head_attention_forward, *_CONVOLUTIONS, *_TRANSPOSED, *_NORMS, *_RECURRENT}
 
 
 def _selects(index: Any) -> bool:
@@ -91,46 +58,33 @@ def _selects(index: Any) -> bool:
     return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Watch):
     """Records the uses of `leaves` (name → tensor) while a network runs under it."""
+
+    # the last three are what recurrent nets look at before they run
+    metadata = METADATA | {"data_ptr", "_version", "_cudnn_rnn_flatten_weight"}
 
     def __init__(self, leaves: Mapping[str, Tensor]):
         super().__init__()
         self.names = {id(leaf): name for name, leaf in leaves.items()}
-        self.uses: list[Use] = []
+        self.recorded: list[Use] = []
         self.versions: list[int] = []
         self.others: set[str] = set()
         self.cloning = False
         self.ragged = False
 
-    def name(self, tensor: Any) -> str | None:
-        """Its name, where it is one of the leaves."""
-        return self.names.get(id(tensor)) if isinstance(tensor, Tensor) else None
+    def name(self, value: Any) -> str | None:
+        return self.names.get(id(value))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.ragged = self.ragged or func in _RAGGED or (func in _INDEXING and _selects(args[1]))
-        if func in _HARMLESS or not any(id(leaf) in self.names for leaf in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if func in _SEEN:
-            self.mark([arg for arg in args[:3] if func is F.multi_head_attention_forward] or args[:1])  # a weight as data
-        if func is F.linear:
-            return self.linear(*args, **kwargs)
-        if func in _CONVOLUTIONS:
-            return self.convolution(func, *args, **kwargs)
-        if func in _TRANSPOSED:
-            return self.transposed(func, *args, **kwargs)
-        if func is F.embedding:
-            return self.embedding(*args, **kwargs)
-        if func in _NORMS:
-            return self.norm(func, args, kwargs)
-        if func in _RECURRENT and isinstance(args[3], bool):  # packed sequences have another signature
-            self.mark(args[1])
-            return self.recurrent(_RECURRENT[func], *args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self.attention(func, *args, **kwargs)
+    def intercept(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool = False) -> Any:
+        self.ragged = self.ragged or function in _RAGGED or (function in _INDEXING and _selects(args[1]))
+        return super().intercept(function, args, kwargs, known)
+
+    def other(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         self.mark(args, kwargs)
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    dropout = other
 
     def mark(self, *values: Any) -> None:
         """These are used in a way that is not known here."""
@@ -138,34 +92,37 @@ class Recorder(TorchFunctionMode):
 
     def keep(self, use: Use) -> Tensor:
         """Remember a use; what the network gets of it (a copy where it is going to write into it)."""
-        self.uses.append(use)
+        self.recorded.append(use)
         self.versions.append(use.outputs._version)
         return use.outputs.clone() if self.cloning else use.outputs
 
     # Calls
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, rows: slice | None = None) -> Tensor:
+    def linear(  # type: ignore[override]
+        self, function: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, rows: slice | None = None
+    ) -> Tensor:
         """W x + b; with `rows` by these rows of the weight and of the bias."""
-        own = (self.name(weight), self.name(bias))
+        self.mark(x)  # a weight as data
+        names = (self.name(weight), self.name(bias))
         size = len(weight)
         if rows is not None:
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        z = F.linear(x, weight, bias)
-        if own != (None, None):
+        z = function(x, weight, bias)
+        if names == (None, None):
+            return z
 
-            def arranged(value: Tensor) -> Tensor:
-                return value.reshape(len(value), -1, 1, value.shape[-1])
+        def arranged(value: Tensor) -> Tensor:
+            return value.reshape(len(value), -1, 1, value.shape[-1])
 
-            def padded(value: Tensor) -> Tensor:
-                assert rows is not None
-                return F.pad(arranged(value), (rows.start, size - rows.stop))
+        def padded(value: Tensor) -> Tensor:
+            assert rows is not None
+            return F.pad(arranged(value), (rows.start, size - rows.stop))
 
-            return self.keep(Use("matrix", *own, x.detach(), z, arranged, arranged if rows is None else padded))
-        return z
+        return self.keep(Use("matrix", *names, x.detach(), z, arranged, arranged if rows is None else padded))
 
-    def convolution(
+    def convolution(  # type: ignore[override]
         self,
-        func: Any,
+        function: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -175,9 +132,9 @@ class Recorder(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor:
         """A convolution is a matrix product with the patches of its input."""
-        z = func(x, weight, bias, stride, padding, dilation, groups)
-        axes = _CONVOLUTIONS[func]
-        if x.ndim != axes + 2:
+        self.mark(x)
+        z = function(x, weight, bias, stride, padding, dilation, groups)
+        if x.ndim != AXES[function] + 2:  # without an axis of examples
             self.mark(weight, bias)
             return z
         kernel = tuple(weight.shape[2:])
@@ -190,9 +147,9 @@ class Recorder(TorchFunctionMode):
 
         return self.keep(Use("matrix", self.name(weight), self.name(bias), x.detach(), z, arranged, rows, groups=groups))
 
-    def transposed(
+    def transposed(  # type: ignore[override]
         self,
-        func: Any,
+        function: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -203,8 +160,9 @@ class Recorder(TorchFunctionMode):
         dilation: Any = 1,
     ) -> Tensor:
         """The transposed of a convolution: columns are the inputs, rows the patches of the gradient."""
-        z = func(x, weight, None, stride, padding, output_padding, groups, dilation)
-        axes = _TRANSPOSED[func]
+        self.mark(x)
+        z = function(x, weight, None, stride, padding, output_padding, groups, dilation)
+        axes = AXES[function]
         if x.ndim != axes + 2:
             self.mark(weight, bias)
             return z if bias is None else z + bias.reshape(-1, *[1] * axes)
@@ -229,11 +187,10 @@ class Recorder(TorchFunctionMode):
 
         return self.keep(Use("matrix", None, self.name(bias), moved.detach(), moved, lambda v: apart(v)[..., :0], apart))
 
-    def embedding(self, ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def embedding(self, function: Any, ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Rows of a table: columns are one-hot, and kept as numbers."""
-        z = F.embedding(ids, weight, *args, **kwargs)
-        names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-        given = {**dict(zip(names, args)), **kwargs}
+        z = function(ids, weight, *args, **kwargs)
+        given = arguments(function, (ids, weight, *args), kwargs)
         if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
             self.mark(weight)
             return z
@@ -247,14 +204,13 @@ class Recorder(TorchFunctionMode):
 
         return self.keep(Use("table", self.name(weight), None, ids, z, lambda v: v.reshape(len(v), -1), rows))
 
-    def norm(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def norm(self, function: Any, *args: Any, **kwargs: Any) -> Tensor:
         """A norm without its affine part, and then that: w ∘ x̂ + b."""
-        import inspect
-
-        bound = inspect.signature(func).bind(*args, **kwargs).arguments
-        weight, bias = bound.pop("weight", None), bound.pop("bias", None)
-        normal = func(**bound)
-        channels = func not in (F.layer_norm, F.rms_norm)
+        self.mark(args[:1])
+        given = arguments(function, args, kwargs)
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        normal = function(**given)
+        channels = function not in (F.layer_norm, F.rms_norm)
         affine = next(v for v in (weight, bias) if v is not None)
         shape = (-1, *[1] * (normal.ndim - 2)) if channels else tuple(affine.shape)
         z = normal if weight is None else normal * weight.reshape(shape)
@@ -265,85 +221,122 @@ class Recorder(TorchFunctionMode):
                 return value.flatten(2).transpose(1, 2)[:, :, None] if value.ndim > 2 else value[:, None, None]
             return value.reshape(len(value), -1, 1, affine.numel())
 
-        own = (self.name(weight), self.name(bias))
-        return self.keep(Use("vector", *own, normal.detach(), z, arranged, arranged))
+        return self.keep(Use("vector", self.name(weight), self.name(bias), normal.detach(), z, arranged, arranged))
 
-    def attention(
-        self,
-        func: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        width: int,
-        heads: int,
-        packed: Any,
-        bias: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def attention(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Attention with the projections taken out of it: what is left gets identities in their place."""
-        names = ("bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias")
-        given = {**dict(zip(names, args[:6])), **kwargs}
-        rest = dict(
-            zip(
-                (
-                    "training",
-                    "key_padding_mask",
-                    "need_weights",
-                    "attn_mask",
-                    "use_separate_proj_weight",
-                    "q_proj_weight",
-                    "k_proj_weight",
-                    "v_proj_weight",
-                    "static_k",
-                    "static_v",
-                    "average_attn_weights",
-                    "is_causal",
-                ),
-                args[6:],
-            )
-        )
-        given = {**given, **rest}
+        given = arguments(function, args, kwargs)
+        inputs = [given.pop(name) for name in ("query", "key", "value")]
+        width, heads = given.pop("embed_dim_to_check"), given.pop("num_heads")
+        packed, bias = given.pop("in_proj_weight"), given.pop("in_proj_bias")
         out_weight, out_bias = given.pop("out_proj_weight"), given.pop("out_proj_bias")
-        self.mark(given.get("bias_k"), given.get("bias_v"))
-        inputs = (query, key, value)
+        self.mark(inputs, given.get("bias_k"), given.get("bias_v"))
+        bands = [slice(part * width, (part + 1) * width) for part in range(3)]
         if given.get("use_separate_proj_weight"):
             matrices = [given[f"{n}_proj_weight"] for n in "qkv"]
-            projected = []
-            for x, matrix, part in zip(inputs, matrices, range(3)):
-                moved = self.linear(x, matrix)
-                if bias is not None:
-                    moved = moved + bias[part * width : (part + 1) * width]
-                    self.mark(bias)
-                projected.append(moved)
-        elif query is key and key is value:
-            projected = list(self.linear(query, packed, bias).chunk(3, -1))
+            projected = [self.linear(F.linear, x, matrix) for x, matrix in zip(inputs, matrices)]
+            if bias is not None:
+                projected = [moved + bias[band] for moved, band in zip(projected, bands)]
+                self.mark(bias)
+        elif inputs[0] is inputs[1] and inputs[1] is inputs[2]:
+            projected = list(self.linear(F.linear, inputs[0], packed, bias).chunk(3, -1))
         else:
-            projected = [self.linear(x, packed, bias, slice(part * width, (part + 1) * width)) for part, x in enumerate(inputs)]
-        unit = torch.eye(width, dtype=query.dtype, device=query.device)
+            projected = [self.linear(F.linear, x, packed, bias, band) for x, band in zip(inputs, bands)]
+        unit = torch.eye(width, dtype=inputs[0].dtype, device=inputs[0].device)
         given |= {"use_separate_proj_weight": True, "q_proj_weight": unit, "k_proj_weight": unit, "v_proj_weight": unit}
-        found, weights = func(*projected, width, heads, None, None, out_proj_weight=unit, out_proj_bias=None, **given)
-        return self.linear(found, out_weight, out_bias), weights
+        mixed, weights = function(*projected, width, heads, None, None, out_proj_weight=unit, out_proj_bias=None, **given)
+        return self.linear(F.linear, mixed, out_weight, out_bias), weights
 
-    def recurrent(
-        self,
-        kind: str,
-        x: Tensor,
-        state: Any,
-        flat: Sequence[Tensor],
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        training: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
+    def recurrent(self, function: Any, x: Tensor, state: Any, flat: Any, has_biases: Any, *rest: Any) -> Any:  # type: ignore[override]
         """A recurrent net step by step, its products recorded; the gates of all steps together are one use."""
-        from plausible.blocks.curvature.recurrent import unrolled
-
+        if not isinstance(has_biases, bool):  # packed sequences have another signature
+            return self.other(function, x, state, flat, has_biases, *rest)
+        layers, dropout, training, bidirectional, batch_first = rest
+        self.mark(x, state)
         if training and dropout:
             raise ValueError("a recurrent net with dropout cannot be looked at in training mode")
-        return unrolled(self, kind, x, state, list(flat), has_biases, layers, bidirectional, batch_first)
+        linear = functools.partial(self.linear, F.linear)
+        return unrolled(linear, _CELLS[function], x, state, list(flat), has_biases, layers, bidirectional, batch_first)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recurrent nets written out step by step, so that the products in them can be seen
+
+
+def unrolled(
+    linear: Callable[..., Tensor],
+    kind: str,
+    x: Tensor,
+    state: Any,
+    flat: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """What `torch.lstm`, `torch.gru` or `torch.rnn_*` gives for these arguments, by calls of `linear`."""
+    directions = 2 if bidirectional else 1
+    each = len(flat) // (layers * directions)
+    hidden, cell = (state[0], state[1]) if kind == "lstm" else (state, None)
+    if batch_first:
+        x = x.transpose(0, 1)
+    finals: list[Tensor] = []
+    cells: list[Tensor] = []
+    for layer in range(layers):
+        ways = []
+        for way in range(directions):
+            at = layer * directions + way
+            weights = flat[at * each : (at + 1) * each]
+            order = range(len(x)) if way == 0 else range(len(x) - 1, -1, -1)
+            c = None if cell is None else cell[at]
+            steps, h, c = _direction(linear, kind, x, hidden[at], c, weights, has_biases, order)
+            ways.append(steps)
+            finals.append(h)
+            if c is not None:
+                cells.append(c)
+        x = ways[0] if directions == 1 else torch.cat(ways, -1)
+    outputs = x.transpose(0, 1) if batch_first else x
+    last = torch.stack(finals)
+    return (outputs, last, torch.stack(cells)) if kind == "lstm" else (outputs, last)
+
+
+def _direction(
+    linear: Callable[..., Tensor],
+    kind: str,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    order: range,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One layer in one direction: its outputs [T, B, H], the last state and the last cell."""
+    into, across = weights[0], weights[1]
+    bias_into, bias_across = (weights[2], weights[3]) if has_biases else (None, None)
+    projection = weights[-1] if len(weights) % 2 else None
+    inputs = linear(x, into, bias_into)
+    steps: list[Tensor | None] = [None] * len(x)
+    for t in order:
+        given, back = inputs[t], linear(h, across, bias_across)
+        if kind == "lstm":
+            assert c is not None
+            i, f, g, o = (given + back).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            if projection is not None:
+                h = linear(h, projection)
+        elif kind == "gru":
+            (r, z, n), (rb, zb, nb) = given.chunk(3, -1), back.chunk(3, -1)
+            z = (z + zb).sigmoid()
+            h = (1 - z) * (n + (r + rb).sigmoid() * nb).tanh() + z * h
+        else:
+            h = (given + back).tanh() if kind == "tanh" else (given + back).relu()
+        steps[t] = h
+    return torch.stack(steps), h, c  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convolutions
 
 
 def patches(

@@ -1,7 +1,7 @@
 """Perceptrons on a CUDA GPU: leapfrog trajectories of all chains in one launch of a kernel made for the network at hand.
 
-`fused_target` reads a network off a `ModelTarget`, as `native_target` does for a CPU, writes a Triton kernel with its sizes as
-literals (`fused_source`), and answers as the target it was given did, up to rounding: in float32 (products that follow one another
+`fused_density` reads a network off a `ModelDensity`, as `native_density` does for a CPU, writes a Triton kernel with its sizes as
+literals (`fused_source`), and answers as the density it was given did, up to rounding: in float32 (products that follow one another
 on tensor cores, in three passes of TF32), sums over tiles of examples in float64. Where a network, a prior or a likelihood is none
 for which this works, or where there are too few chains to fill the GPU, the answer is None.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, Target, gaussian
+from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point, gaussian
 from plausible.blocks.kernels import fused_source
 from plausible.blocks.kernels.native import Perceptron, Unsuitable, fixed_scales, own_precision, perceptron
 from plausible.blocks.kernels.native_source import Layer
@@ -46,12 +46,12 @@ class Way(NamedTuple):
         return cls(32, 2 if chains > 256 and widest <= 64 else 4, "ieee")
 
 
-class FusedTarget(ModelTarget):
-    """A `ModelTarget` whose trajectories are one kernel launch each. Made by `fused_target`."""
+class FusedDensity(ModelDensity):
+    """A `ModelDensity` whose trajectories are one kernel launch each. Made by `fused_density`."""
 
-    def __init__(self, target: ModelTarget, found: Perceptron, precision: Tensor | None, way: Way | None = None):
-        vars(self).update(vars(target))
-        self.way = way or Way.choose(found.layers, target.chains)
+    def __init__(self, density: ModelDensity, found: Perceptron, precision: Tensor | None, way: Way | None = None):
+        vars(self).update(vars(density))
+        self.way = way or Way.choose(found.layers, density.chains)
         rows = self.way.rows
         text = fused_source.source(
             found.layers, found.likelihood, self.size, found.noise, rows=rows, precision=self.way.precision
@@ -71,10 +71,10 @@ class FusedTarget(ModelTarget):
             inputs,
             torch.cat([targets, targets.new_zeros(behind, targets.shape[1])]).contiguous(),
             torch.cat([weight.float(), weight.new_zeros(behind, dtype=torch.float32)]),
-            torch.tensor(fixed_scales(target), device=self.device, dtype=torch.float32),
+            torch.tensor(fixed_scales(density), device=self.device, dtype=torch.float32),
         )
 
-    def __deepcopy__(self, memo: Any) -> FusedTarget:
+    def __deepcopy__(self, memo: Any) -> FusedDensity:
         return self  # never changed
 
     def evaluate(self, position: Tensor) -> Evaluation:
@@ -91,9 +91,9 @@ class FusedTarget(ModelTarget):
         return found.log_likelihood, found.log_prior
 
     def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
-        """`Target.leapfrogs` in one launch."""
+        """`Density.leapfrogs` in one launch."""
         if count < 1 or (self.own is None and self.precision is None):
-            return Target.leapfrogs(self, point, step, inverse_mass, count, keep=keep)
+            return Density.leapfrogs(self, point, step, inverse_mass, count, keep=keep)
         size = step.to(self.dtype)
         ahead = point.momentum + 0.5 * size.unsqueeze(-1) * point.gradient
         return self._run(point.position, ahead, size.unsqueeze(-1) * inverse_mass, size, count, keep=keep)
@@ -166,30 +166,30 @@ def pays(rows: int, held: int, weights: int, chains: int) -> bool:
     return 57e-12 * rows * held * max(1.0, chains / 264) < 42e-6 + 1.4e-12 * rows * weights * chains
 
 
-def fused_target(target: ModelTarget) -> FusedTarget | None:
+def fused_density(density: ModelDensity) -> FusedDensity | None:
     """The same density with fused trajectories, or None where there is no kernel for it (the reason is logged at level DEBUG).
 
-    For the networks and likelihoods of `native_target`, in float32, under centred Gaussian priors, up to a few thousand weights.
+    For the networks and likelihoods of `native_density`, in float32, under centred Gaussian priors, up to a few thousand weights.
     """
     try:
         import triton  # noqa: F401
 
-        if target.device.type != "cuda" or target.dtype != torch.float32:
-            raise Unsuitable(f"weights are {target.dtype} on {target.device}")
-        found = perceptron(target)
+        if density.device.type != "cuda" or density.dtype != torch.float32:
+            raise Unsuitable(f"weights are {density.dtype} on {density.device}")
+        found = perceptron(density)
         if not all(math.isfinite(number) for layer in found.layers for number in layer.settings):
             raise Unsuitable("an activation whose settings are not finite")
         weights, widest = fused_source.elements(found.layers)
         if weights > LARGEST or widest > WIDEST:
             raise Unsuitable(f"{weights:,} padded weights, layers of up to {widest} units")
-        if not pays(len(target.data.batch.y), weights, target.size, target.chains):  # type: ignore[union-attr]
-            raise Unsuitable(f"{target.chains} chains leave the GPU idle")
-        if (precision := own_precision(target)) is None and target.hierarchy is None:
+        if not pays(len(density.data.batch.y), weights, density.size, density.chains):  # type: ignore[union-attr]
+            raise Unsuitable(f"{density.chains} chains leave the GPU idle")
+        if (precision := own_precision(density)) is None and density.hierarchy is None:
             raise Unsuitable("the prior is not a centred Gaussian")
-        return FusedTarget(target, found, precision)
+        return FusedDensity(density, found, precision)
     except (Unsuitable, ImportError) as reason:
-        log.debug("no fused kernel for this target: %s", reason)
+        log.debug("no fused kernel for this density: %s", reason)
         return None
 
 
-__all__ = ["FusedTarget", "fused_target"]
+__all__ = ["FusedDensity", "fused_density"]

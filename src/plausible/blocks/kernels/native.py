@@ -1,8 +1,9 @@
 """Perceptrons on a CPU: the log joint, its gradient and whole leapfrog paths by machine code made for the network at hand.
 
-`native_target` reads a network off a `ModelTarget`, writes C++ with its sizes as constants (`native_source`), compiles it once with
-the system's compiler, and answers as the target it was given did, up to rounding. The code lies in the user's cache folder, so that
-later processes load it at once. Where a network, a likelihood or a machine is none for which this works, the answer is None.
+`native_density` reads a network off a `ModelDensity`, writes C++ with its sizes as constants (`native_source`), compiles it once
+with the system's compiler, and answers as the density it was given did, up to rounding. The code lies in the user's cache folder,
+so that later processes load it at once. Where a network, a likelihood or a machine is none for which this works, the answer is
+None.
 
 On one core of a 2.8 GHz Xeon a leapfrog over 500 examples of a network 10-50-1 with tanh takes 23 µs in float32 and 55 µs in
 float64; a call costs 15 to 27 µs besides, and building the code 1 to 2 s of that core.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from plausible.blocks.chains.target import Evaluation, ModelTarget, Point, Target
+from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
 from plausible.blocks.kernels.native_build import BuildError, load
 from plausible.blocks.kernels.native_source import Layer, source
 from plausible.core.data import ArrayData
@@ -36,7 +37,7 @@ gradient over that of this code is 7 to 10 for layers of up to 50 × 50, 3.4 at 
 
 
 class Unsuitable(Exception):
-    """Why there is no machine code for this target."""
+    """Why there is no machine code for this density."""
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -44,7 +45,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The target
+# The density
 
 
 class _Problem(ctypes.Structure):
@@ -68,26 +69,26 @@ class _Density(ctypes.Structure):
 
 
 class _Kernel:
-    """The loaded code and the data in its layout; never changed, so that copies of a target share it."""
+    """The loaded code and the data in its layout; never changed, so that copies of a density share it."""
 
-    def __init__(self, library: ctypes.CDLL, target: ModelTarget):
+    def __init__(self, library: ctypes.CDLL, density: ModelDensity):
         pointer, whole, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self.evaluate, self.leapfrogs, self.trees = library.evaluate, library.leapfrogs, library.trees
         common: list[Any] = [ctypes.POINTER(_Problem), ctypes.POINTER(_Density), whole, number]
         self.evaluate.argtypes = [*common, *[pointer] * 4]
         self.leapfrogs.argtypes = [*common, whole, number, *[pointer] * 5, whole, *[pointer] * 5]
         self.trees.argtypes = [*common, whole, whole, *[pointer] * 7, whole, pointer, whole, *[pointer] * 3]
-        batch = target.data.batch  # type: ignore[union-attr]
+        batch = density.data.batch  # type: ignore[union-attr]
         found = (ctypes.c_long * 3)()
         library.layout(found)
         self.lanes, self.tile, self.stride = found
         rows = len(batch.y)
         weight = torch.ones(rows) if batch.weight is None else batch.weight
         self.tensors = (  # kept alive: the code has their addresses
-            self._tiled(batch.x, target.dtype),
-            self._tiled(batch.y.reshape(rows, -1), target.dtype),
-            self._tiled(weight[:, None], target.dtype),
-            torch.tensor(fixed_scales(target), dtype=torch.float64),
+            self._tiled(batch.x, density.dtype),
+            self._tiled(batch.y.reshape(rows, -1), density.dtype),
+            self._tiled(weight[:, None], density.dtype),
+            torch.tensor(fixed_scales(density), dtype=torch.float64),
         )
         vectors = -(-rows // self.lanes)
         self.problem = _Problem(vectors, *(t.data_ptr() for t in self.tensors), float(weight.double().sum()))
@@ -114,18 +115,18 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return room[start : start + count].view(shape)
 
 
-class NativeTarget(ModelTarget):
-    """A `ModelTarget` whose passes over the data, and leapfrog paths under Gaussian priors, are machine code.
+class NativeDensity(ModelDensity):
+    """A `ModelDensity` whose passes over the data, and leapfrog paths under Gaussian priors, are machine code.
 
-    Made by `native_target`. Chains are divided among `threads` (None: PyTorch's number), and where there are fewer chains than
+    Made by `native_density`. Chains are divided among `threads` (None: PyTorch's number), and where there are fewer chains than
     threads the examples of each, as far as starting threads is worth the work. Other priors than centred Gaussians are
     differentiated by autograd, a call at a time.
     """
 
-    def __init__(self, target: ModelTarget, library: ctypes.CDLL, threads: int | None = None):
-        vars(self).update(vars(target))
-        self.kernel, self.threads = _Kernel(library, target), threads
-        self.own = own_precision(target)
+    def __init__(self, density: ModelDensity, library: ctypes.CDLL, threads: int | None = None):
+        vars(self).update(vars(density))
+        self.kernel, self.threads = _Kernel(library, density), threads
+        self.own = own_precision(density)
 
     def evaluate(self, position: Tensor) -> Evaluation:
         """One pass over the data for each chain."""
@@ -151,11 +152,11 @@ class NativeTarget(ModelTarget):
         return likelihood, prior
 
     def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
-        """`Target.leapfrogs` in one call, where the prior is Gaussian."""
+        """`Density.leapfrogs` in one call, where the prior is Gaussian."""
         chains = len(point.position)
         density, _kept = self._density(chains)
         if not density.precision or count < 1:
-            return Target.leapfrogs(self, point, step, inverse_mass, count, keep=keep)
+            return Density.leapfrogs(self, point, step, inverse_mass, count, keep=keep)
         q, p, g = self._ready(point.position), self._ready(point.momentum), self._ready(point.gradient)
         size = _plain(step, self.dtype, (chains,))
         mass, stride = self._rows(inverse_mass, chains)
@@ -246,7 +247,7 @@ def _plain(values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
     return values if values.is_contiguous() else values.contiguous()
 
 
-def native_target(target: ModelTarget, threads: int | None = None) -> NativeTarget | None:
+def native_density(density: ModelDensity, threads: int | None = None) -> NativeDensity | None:
     """The same density by machine code, or None where there is none for it (the reason is logged at level DEBUG).
 
     For `nn.Sequential` networks of `nn.Linear` and elementwise activations, with a Gaussian, categorical or Bernoulli likelihood,
@@ -254,10 +255,10 @@ def native_target(target: ModelTarget, threads: int | None = None) -> NativeTarg
     for the compiler, a few seconds; later ones load what it made.
     """
     try:
-        library = load(_written(target))
-        return NativeTarget(target, library, threads)
+        library = load(_written(density))
+        return NativeDensity(density, library, threads)
     except (Unsuitable, BuildError) as reason:
-        log.debug("no machine code for this target: %s", reason)
+        log.debug("no machine code for this density: %s", reason)
         return None
 
 
@@ -273,21 +274,21 @@ class Perceptron(NamedTuple):
     noise: int | None
 
 
-def _written(target: ModelTarget) -> str:
-    """The program for this target; `Unsuitable` where there is none."""
-    if target.device.type != "cpu":
-        _refuse(f"weights are on {target.device}")
-    found = perceptron(target)
+def _written(density: ModelDensity) -> str:
+    """The program for this density; `Unsuitable` where there is none."""
+    if density.device.type != "cpu":
+        _refuse(f"weights are on {density.device}")
+    found = perceptron(density)
     if max(layer.inputs * layer.outputs for layer in found.layers) > LARGEST:
         _refuse(f"a layer of more than {LARGEST:,} weights, for which matrix products are faster")
-    return source(found.layers, found.likelihood, target.size, found.noise, double=target.dtype == torch.float64)
+    return source(found.layers, found.likelihood, density.size, found.noise, double=density.dtype == torch.float64)
 
 
-def perceptron(target: ModelTarget) -> Perceptron:
-    """The network of this target, read off its modules; `Unsuitable` where it is another one than a perceptron."""
-    model, data = target.model, target.data
-    if target.dtype not in (torch.float32, torch.float64):
-        _refuse(f"weights are {target.dtype}")
+def perceptron(density: ModelDensity) -> Perceptron:
+    """The network of this density, read off its modules; `Unsuitable` where it is another one than a perceptron."""
+    model, data = density.model, density.data
+    if density.dtype not in (torch.float32, torch.float64):
+        _refuse(f"weights are {density.dtype}")
     if model.points or model.buffers or model.output is not None or model.precision is not None:
         _refuse("points, buffers, output= or a precision of its own")
     if not isinstance(model.temperature, (int, float)):
@@ -297,10 +298,10 @@ def perceptron(target: ModelTarget) -> Perceptron:
     x, y = data.batch.x, data.batch.y
     if data.batch.mask is not None:
         _refuse("masked targets")
-    if x.ndim != 2 or x.dtype != target.dtype or x.device.type != target.device.type or not len(x):
+    if x.ndim != 2 or x.dtype != density.dtype or x.device.type != density.device.type or not len(x):
         _refuse(f"inputs are {x.dtype} of shape {list(x.shape)} on {x.device}")
     offsets, at = {}, 0
-    for name, weight in target.like.items():
+    for name, weight in density.like.items():
         offsets[name] = at
         at += weight.numel()
     layers = _layers(model.network, offsets)
@@ -308,8 +309,8 @@ def perceptron(target: ModelTarget) -> Perceptron:
         _refuse("the network changes shapes by other means")
     own = sum(layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in layers)
     kind, noise = _likelihood(model.likelihood, layers[-1].outputs, offsets, y)
-    own += 0 if noise is None else target.like[LOG_SCALE].numel()
-    if own != target.size:
+    own += 0 if noise is None else density.like[LOG_SCALE].numel()
+    if own != density.size:
         _refuse("weights that are tied, frozen or of other modules")
     return Perceptron(layers, kind, noise)
 
@@ -379,22 +380,22 @@ def _activation(module: nn.Module) -> tuple[str, tuple[float, float]] | None:
     return None
 
 
-def fixed_scales(target: ModelTarget) -> list[float]:
+def fixed_scales(density: ModelDensity) -> list[float]:
     """σ of each output, where it is fixed (1 where it is learned, or there is none)."""
-    scale, outputs = getattr(target.model.likelihood, "scale", None), target.model.output_shape[-1]
+    scale, outputs = getattr(density.model.likelihood, "scale", None), density.model.output_shape[-1]
     if scale is None or isinstance(scale, str):
         return [1.0] * outputs
     return [scale] * outputs if isinstance(scale, float) else list(scale)
 
 
-def own_precision(target: ModelTarget) -> Tensor | None:
+def own_precision(density: ModelDensity) -> Tensor | None:
     """The precisions `[P]` of the model's prior, where all of it is centred Gaussian."""
     found: dict[str, float] = {}
-    for leaf in leaves(target.model.prior, target.model.initial):
+    for leaf in leaves(density.model.prior, density.model.initial):
         if type(leaf.prior) is not GaussianPrior or leaf.prior.precision is None:
             return None
         found |= {name: leaf.prior.precision * factor for name, factor in leaf.factors.items()}
-    return torch.cat([weight.new_full((weight.numel(),), found[name]) for name, weight in target.like.items()])
+    return torch.cat([weight.new_full((weight.numel(),), found[name]) for name, weight in density.like.items()])
 
 
-__all__ = ["NativeTarget", "Perceptron", "Unsuitable", "fixed_scales", "native_target", "own_precision", "perceptron"]
+__all__ = ["NativeDensity", "Perceptron", "Unsuitable", "fixed_scales", "native_density", "own_precision", "perceptron"]

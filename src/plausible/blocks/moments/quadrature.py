@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy.special
 import torch
 from torch import Tensor
 
@@ -34,10 +35,7 @@ def _projection(count: int, terms: int) -> tuple[float, ...]:
     """w_q He_k(z_q)/√k!, row k = 0 … terms after row."""
     if (count, terms) not in _projections:
         z, weight = (np.array(part) for part in _rule(count))
-        rows = [np.ones_like(z), z]
-        for k in range(1, terms):
-            rows.append(z * rows[k] - k * rows[k - 1])
-        scaled = [weight * row / math.sqrt(math.factorial(k)) for k, row in enumerate(rows[: terms + 1])]
+        scaled = [weight * scipy.special.eval_hermitenorm(k, z) / math.sqrt(math.factorial(k)) for k in range(terms + 1)]
         _projections[count, terms] = tuple(np.concatenate(scaled).tolist())
     return _projections[count, terms]
 

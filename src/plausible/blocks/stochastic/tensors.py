@@ -8,96 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
+from plausible.blocks.interception import AXES, Interceptor, Watched
 from plausible.blocks.stochastic.noise import Noise
 from plausible.core.weights import Weights
 
 ESTIMATORS = ("weights", "local", "flipout")
 FALLBACK = "weights (fallback)"  # sampled, since it is used otherwise than once by a linear operation
 
-# Operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels.
-_LINEAR = {
-    F.linear: 0,
-    torch.conv1d: 1,
-    torch.conv2d: 2,
-    torch.conv3d: 3,
-    torch.conv_transpose1d: 1,
-    torch.conv_transpose2d: 2,
-    torch.conv_transpose3d: 3,
-}
 
-# What may be asked of a weight without using its value.
-_METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "names",
-    "itemsize",
-    "nbytes",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "storage_offset",
-    "element_size",
-    "get_device",
-    "is_cuda",
-    "is_cpu",
-    "is_mps",
-    "is_meta",
-    "is_xpu",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_mkldnn",
-    "is_nested",
-    "is_complex",
-    "is_floating_point",
-    "is_signed",
-    "is_conj",
-    "is_neg",
-    "is_inference",
-    "is_contiguous",
-    "is_leaf",
-    "grad",
-    "grad_fn",
-    "__len__",
-}
-
-
-class Gaussian(Tensor):
+class Gaussian(Watched):
     """N(mean, scale²) in the place of a parameter; made by `gaussian`."""
 
-    _is_param = True  # isinstance(weight, nn.Parameter) holds
     _mean: Tensor
     _scale: Tensor
     _noise: Any  # Noise or _Survey
     _estimator: str
     _name: str
     _tracked: bool  # whether gradients are wanted of its draw, wherever it is first used
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Metadata as of a parameter, the estimator in linear operations, a sampled weight anywhere else."""
-        kwargs = {} if kwargs is None else kwargs
-        if func in _LINEAR:
-            return _linear(func, *args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # of an attribute
-            name = func.__self__.__name__
-            if name == "requires_grad":
-                return args[0]._mean.requires_grad or args[0]._scale.requires_grad
-        if name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(Gaussian, _value, (args, kwargs))
-        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gaussian({self._name!r}, shape={tuple(self.shape)}, estimator={self._estimator!r})"
@@ -200,6 +128,30 @@ class _Survey:
         self.uses[name] = [*self.uses.get(name, []), use]
 
 
+class _Noisy(Interceptor):
+    """Metadata as of a parameter, the estimator in linear operations, a sampled weight anywhere else."""
+
+    def name(self, value: Any) -> str | None:
+        return value._name if isinstance(value, Gaussian) else None
+
+    def value(self, value: Any) -> Any:
+        return _value(value)
+
+    def ask(self, asked: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if asked == "requires_grad":
+            return args[0]._mean.requires_grad or args[0]._scale.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def linear(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return _linear(function, *args, **kwargs)
+
+    convolution = transposed = linear
+
+
+Gaussian.interceptor = _Noisy()
+
+
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:
     """Op(x, w) by the estimator of the weight, or of the bias where the weight is not random."""
     x, weight, bias = _value(input), _settled(weight), _settled(bias)
@@ -208,7 +160,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **
 
     def op(x: Tensor, of: Callable[[Gaussian], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
         w, b = (of(part) if isinstance(part, Gaussian) else otherwise(part) for part in (weight, bias))
-        return func(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * _LINEAR[func])
+        return func(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * AXES[func])
 
     mean = op(x, lambda part: part._mean, lambda value: value)
     parts = [part for part in (weight, bias) if isinstance(part, Gaussian)]
@@ -232,7 +184,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **
 
 def _per_example(x: Tensor, func: Any) -> list[int]:
     """The shape of signs for each example and channel; the first axis counts examples, where the channels are not the first."""
-    spatial = _LINEAR[func]
+    spatial = AXES[func]
     shape = [1] * x.dim()
     shape[-1 - spatial] = x.shape[-1 - spatial]
     if x.dim() > spatial + 1:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation, Warmup, first_step
+from plausible.blocks.chains.density import Density, Evaluation, Point
 from plausible.blocks.chains.masses import Metric, check_metric
-from plausible.blocks.chains.target import Evaluation, Point, Target
 from plausible.blocks.chains.trees import DIVERGENT
 from plausible.core.serialise import check_number
 from plausible.methods.chains.base import Chains, ChainState
@@ -36,7 +36,7 @@ def warmup_of(method: Chains) -> Warmup:
     )
 
 
-def begin_adapting(method: Chains, target: Target, state: ChainState) -> ChainState:
+def begin_adapting(method: Chains, target: Density, state: ChainState) -> ChainState:
     """The state with a first step size for each chain and the unit metric."""
     given: float | None = method.step_size  # type: ignore[attr-defined]
     adapted = adaptation.begin(warmup_of(method), state.position, given or 0.1)
@@ -48,7 +48,7 @@ def begin_adapting(method: Chains, target: Target, state: ChainState) -> ChainSt
     return state._replace(adaptation=adapted, statistics=statistics)
 
 
-def _found(method: Chains, target: Target, state: ChainState) -> adaptation.Find:
+def _found(method: Chains, target: Density, state: ChainState) -> adaptation.Find:
     scheme = getattr(method, "integrator", "leapfrog")
 
     def find(metric: Metric, step: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _found(method: Chains, target: Target, state: ChainState) -> adaptation.Find
     return find
 
 
-def adapted_after(method: Chains, target: Target, new: ChainState, old: ChainState) -> ChainState:
+def adapted_after(method: Chains, target: Density, new: ChainState, old: ChainState) -> ChainState:
     """The new state with what its transition taught, in warm-up."""
     if not method.adapt or not method.warming(old):  # type: ignore[attr-defined]
         return new
@@ -69,7 +69,7 @@ def adapted_after(method: Chains, target: Target, new: ChainState, old: ChainSta
     return new._replace(adaptation=changed)
 
 
-def energy(target: Target, adapted: Adaptation, point: Point) -> Tensor:
+def energy(target: Density, adapted: Adaptation, point: Point) -> Tensor:
     """H = −log π(q) + ½pᵀM⁻¹p: `[chains]`, float64; infinite where it cannot be computed."""
     found = adapted.metric.kinetic(point.momentum) - target.value(point.log_likelihood, point.log_prior)
     return found.nan_to_num(nan=torch.inf)

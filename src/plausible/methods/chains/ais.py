@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import Target
+from plausible.blocks.chains.density import Density
 from plausible.blocks.chains.tempering import SPACINGS, Spacing, ladder, log_mean, relative_variance, systematic
 from plausible.core import random
 from plausible.core.serialise import register
@@ -88,7 +88,7 @@ class AnnealedImportance(Annealed):
         return cls(particles=800, pilots=100, temperatures=60)
 
 
-def descend(method: AnnealedImportance, target: Target, position: Tensor, seed: int = 0) -> tuple[float, float]:
+def descend(method: AnnealedImportance, target: Density, position: Tensor, seed: int = 0) -> tuple[float, float]:
     """Log of the normalising constant, from above, and its standard error: paths from draws `[rows, P]` at β = 1 down to β = 0.
 
     Each power's moves come before its weight, the forward paths run backwards; pilots are resampled, particles never.

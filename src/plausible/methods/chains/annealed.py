@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import sample_given
-from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.blocks.chains.tempering import Place, effective, hamiltonian, log_mean, relative_variance, systematic
 from plausible.core import random
 from plausible.core.memory import require_memory
@@ -117,7 +117,7 @@ class Annealed(Method):
         """One temperature a step, over all data; the particles are kept at the end."""
         return Plan(steps=self.longest, per_epoch=1, batch_size=None, unit="temperatures")
 
-    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+    def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
         """The density, where there is a prior to start from, in the fastest form that pays for so many moves."""
         who = type(self).__name__
         if improper := [name for name in model.random if not model.prior.rule(name).proper]:
@@ -131,9 +131,9 @@ class Annealed(Method):
             raise ValueError(
                 f"{who}: the model must have temperature 1, whose prior can be drawn from, got {model.temperature}"
             )
-        return fastest(ModelTarget(model, run.data, self.rows), run, self.longest * self.moves * self.leapfrogs)
+        return fastest(ModelDensity(model, run.data, self.rows), run, self.longest * self.moves * self.leapfrogs)
 
-    def start(self, model: Model, run: Run[ModelTarget], key: Tensor) -> AnnealedState:
+    def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> AnnealedState:
         """Draws from the prior, given the weights that do not move."""
         target = run.prepared
         require_memory(
@@ -151,7 +151,7 @@ class Annealed(Method):
                 raise ValueError(f"{type(self).__name__}: {error}") from None
         return self.started(target, target.flatten(drawn), key)
 
-    def started(self, target: Target, position: Tensor, key: Tensor) -> AnnealedState:
+    def started(self, target: Density, position: Tensor, key: Tensor) -> AnnealedState:
         """The state at draws `[rows, P]` from the prior, at β = 0."""
         likelihood, prior = target.densities(position)
         if not bool(torch.isfinite(likelihood[: self.particles]).any()):
@@ -177,12 +177,12 @@ class Annealed(Method):
         )
 
     def step(
-        self, model: Model, run: Run[ModelTarget], state: AnnealedState, batch: Batch
+        self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch
     ) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
         return self.advanced(run.prepared, state)
 
-    def advanced(self, target: Target, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature over any target."""
         if not self.finished(state):
             state = self._moved(target, *self._weighted(state))
@@ -223,7 +223,7 @@ class Annealed(Method):
             passed=state.passed + 1,
         ), note
 
-    def _moved(self, target: Target, state: AnnealedState, note: Tensor) -> AnnealedState:
+    def _moved(self, target: Density, state: AnnealedState, note: Tensor) -> AnnealedState:
         """All rows moved under the power of the state."""
         own, count = self.particles, int(state.passed)
         guides = slice(own, None) if self.pilots else slice(None)
@@ -271,7 +271,7 @@ class Annealed(Method):
         """At the posterior."""
         return float(state.beta) >= 1
 
-    def kept(self, model: Model, run: Run[ModelTarget], state: AnnealedState) -> Weights:
+    def kept(self, model: Model, run: Run[ModelDensity], state: AnnealedState) -> Weights:
         """As many draws as particles, equally weighted: resampled by what weights there are."""
         target = run.prepared
         offset = float(torch.rand((), generator=random.generator(run.seed, 8), dtype=torch.float32))
@@ -292,7 +292,7 @@ class Annealed(Method):
         value = float(state.log_evidence + log_mean(state.log_weights))
         return value, float(state.trace[int(state.passed) - 1, TRACED.index("error")])
 
-    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> ParticlesPosterior:
+    def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ParticlesPosterior:
         """The particles, with the evidence and what happened on the way."""
         if fitted.interrupted and not self.finished(fitted.state):
             raise KeyboardInterrupt(
@@ -302,7 +302,7 @@ class Annealed(Method):
         return ParticlesPosterior.of(self, model, fitted)
 
 
-def anneal(method: Annealed, target: Target, position: Tensor, seed: int = 0) -> AnnealedState:
+def anneal(method: Annealed, target: Density, position: Tensor, seed: int = 0) -> AnnealedState:
     """The last state of a run over any density from draws `[rows, P]` of its prior: for targets that are no networks."""
     with torch.no_grad(), random.isolated(seed, position.device):
         state = method.started(target, position, random.key(seed, device=position.device))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from plausible.blocks.chains.adaptation import Slope
 from plausible.blocks.chains.compiled import faster
+from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import Hierarchy
-from plausible.blocks.chains.target import ModelTarget, Target
 from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
@@ -108,15 +108,15 @@ class Chains(Method):
         """Positions that move together: the chains, and for some kernels helpers beside them."""
         return self.chains
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """The state before the first transition: with `adaptation` and with `statistics` of the names that it will always have."""
         raise NotImplementedError
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """All chains moved once. `state.step` counts transitions from 0; below `warmup` the kernel may adapt."""
         raise NotImplementedError
 
-    def bind(self, target: Target, state: ChainState) -> Target:
+    def bind(self, target: Density, state: ChainState) -> Density:
         """The density of this state's chains, where it depends on the state: powers of the likelihood, say."""
         return target
 
@@ -132,9 +132,9 @@ class Chains(Method):
         steps = self.warmup + self.draws * self.thin
         return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin, unit="transitions")
 
-    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+    def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
         """The density, in the fastest form that pays for so many transitions."""
-        target = ModelTarget(model, run.data, self.rows)
+        target = ModelDensity(model, run.data, self.rows)
         if self.precisions_move:
             hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
             if hierarchy is not None and model.temperature != 1.0:
@@ -144,7 +144,7 @@ class Chains(Method):
         each = getattr(self, "leapfrogs", 2 ** min(getattr(self, "max_depth", 3), 6))
         return fastest(target, run, self.plan(model.num_data).steps * each)
 
-    def start(self, model: Model, run: Run[ModelTarget], key: Tensor) -> ChainState:
+    def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> ChainState:
         """All chains at their starting points."""
         target = run.prepared
         require_memory(
@@ -155,7 +155,7 @@ class Chains(Method):
         position = target.flatten(starting_points(model, run, self.rows, self.init))
         return self.started(target, position, key)
 
-    def started(self, target: Target, position: Tensor, key: Tensor) -> ChainState:
+    def started(self, target: Density, position: Tensor, key: Tensor) -> ChainState:
         """The state at these positions before the first transition, with precisions that are drawn given the weights."""
         precisions = {} if target.hierarchy is None else target.hierarchy.draw(position, random.fold(key, 1), 0)
         zero = torch.zeros(len(position), dtype=torch.float64, device=key.device)
@@ -184,17 +184,17 @@ class Chains(Method):
         begun = self.begin(self._bound(target, state), state)
         return begun._replace(statistics=self._noted(begun, begun.statistics))
 
-    def _bound(self, target: Target, state: ChainState) -> Target:
+    def _bound(self, target: Density, state: ChainState) -> Density:
         bound = self.bind(target, state)
         return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
 
     def step(
-        self, model: Model, run: Run[ModelTarget], state: ChainState, batch: Batch
+        self, model: Model, run: Run[ModelDensity], state: ChainState, batch: Batch
     ) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition of all chains; the target has the data."""
         return self.advanced(run.prepared, state)
 
-    def advanced(self, target: Target, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
         new = self.transition(self._bound(target, state), state)
         if target.hierarchy is not None:
@@ -223,7 +223,7 @@ class Chains(Method):
         beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
         return index(beside, slice(self.chains))
 
-    def kept(self, model: Model, run: Run[ModelTarget], state: ChainState) -> Weights:
+    def kept(self, model: Model, run: Run[ModelDensity], state: ChainState) -> Weights:
         """Weights, buffers, hyper-parameters and statistics of each chain, by name."""
         target = run.prepared
         named = {
@@ -244,7 +244,7 @@ class Chains(Method):
             parts.append(f"R̂ {ratio:.2f}")
         return ", ".join(parts)
 
-    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> Posterior:
         """The draws of all chains, with what is needed to go on."""
         return ChainsPosterior.of(self, model, run, fitted, chains=self.chains)
 
@@ -255,7 +255,7 @@ def check_count(who: str, setting: str, value: Any, least: int) -> None:
         raise ValueError(f"{who}: {setting} must be a whole number of at least {least}, got {value!r}")
 
 
-def check_function(who: str, target: Target, position: Tensor, log_likelihood: Tensor) -> None:
+def check_function(who: str, target: Density, position: Tensor, log_likelihood: Tensor) -> None:
     """Refuse a density that has another value when it is asked again."""
     again, _ = target.densities(position)
     gap = (again - log_likelihood).abs() / (1 + log_likelihood.abs())
@@ -297,7 +297,7 @@ def live_rhat(running: Running) -> float:
     return math.sqrt((count - 1) / count + between / within) if within > 0 else math.nan
 
 
-def fastest(target: ModelTarget, run: Run[Any], gradients: int) -> ModelTarget:
+def fastest(target: ModelDensity, run: Run[Any], gradients: int) -> ModelDensity:
     """The form of a density that pays for about so many gradients; it says its `mode`."""
     chosen, mode = faster(target, run.compile, gradients)
     chosen.mode = mode

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation, Slope, first_step
+from plausible.blocks.chains.density import Density, Evaluation, Point
 from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Diagonal, Metric
-from plausible.blocks.chains.target import Evaluation, Point, Target
 from plausible.core.serialise import check_count, check_number, register
 from plausible.methods.chains.adapting import begin_adapting, check_adapting, chosen, divergent, energy, warmup_of
 from plausible.methods.chains.base import Chains, ChainState
@@ -109,7 +109,7 @@ class ChEES(Chains):
         """Few draws of each."""
         return cls(draws=100, chains=32, warmup=60)
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size common to all chains, unit masses, and trajectories of a few steps."""
         state = begin_adapting(self, target, state)
         start = adaptation.begin(warmup_of(self), state.position, _common(state.adaptation.step))
@@ -118,7 +118,7 @@ class ChEES(Chains):
         zero = torch.zeros_like(step)
         return state._replace(adaptation=Tuned(start, Length(log_length, log_length.clone(), zero, zero.clone())))
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One trajectory of all chains, and in warm-up where T should go."""
         tuned: Tuned = state.adaptation
         shared, step = tuned.shared, tuned.shared.step
@@ -143,7 +143,7 @@ class ChEES(Chains):
         return new._replace(adaptation=tuned, statistics=statistics)
 
     def _learned(
-        self, target: Target, tuned: Tuned, new: ChainState, start: Point, end: Point, acceptance: Tensor, time: Tensor
+        self, target: Density, tuned: Tuned, new: ChainState, start: Point, end: Point, acceptance: Tensor, time: Tensor
     ) -> Tuned:
         """The step size by the harmonic mean of acceptances, masses in windows, T up the slope of the criterion."""
         now, harmonic = tuned.shared, 1 / (1 / acceptance.clamp(min=LEAST)).mean()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.target import ModelTarget, Target
+from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.core.serialise import register
 from plausible.engine.method import Run
 from plausible.methods.chains.base import Chains, ChainState
@@ -45,14 +45,14 @@ class EllipticalSlice(Chains):
 
     name: ClassVar[str] = "elliptical-slice"
 
-    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+    def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
         """Refuse priors that are not Gaussian before anything is computed."""
         prepared = super().prepare(model, run)
         if prepared.hierarchy is None and getattr(model.prior, "precision", None) is None:
             gaussian_prior(model)
         return prepared
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """Means and scales of the prior; no gradient is kept."""
         zero = torch.zeros_like(state.log_prior)
         return state._replace(
@@ -61,7 +61,7 @@ class EllipticalSlice(Chains):
             statistics={name: zero.clone() for name in ("acceptance", "divergent", "step_size", "leapfrogs", "energy")},
         )
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """Cut the bracket of every chain until all are inside their slices."""
         centre, scale = state.adaptation if target.precision is None else prior_of(target)
         away = state.position - centre
@@ -105,18 +105,18 @@ class EllipticalSlice(Chains):
         return cls(draws=60, chains=128, warmup=30)
 
 
-def prior_of(target: Target) -> Ellipse:
+def prior_of(target: Density) -> Ellipse:
     """Means and scales of the Gaussian prior of a target: that of its model, or centred ones of the precisions it is bound to."""
     if target.precision is not None:
         scale = target.precision.to(target.dtype).rsqrt()
         centre = torch.zeros_like(scale)
-    elif isinstance(target, ModelTarget):
+    elif isinstance(target, ModelDensity):
         centre, scale = (torch.cat([part[name].reshape(-1) for name in target.like]) for part in gaussian_prior(target.model))
     else:
         raise ValueError(
             "EllipticalSlice: the target must say its Gaussian prior; bind the precisions: target.bound(precision=torch.ones(P))"
         )
-    temperature = target.model.temperature if isinstance(target, ModelTarget) else 1.0
+    temperature = target.model.temperature if isinstance(target, ModelDensity) else 1.0
     return Ellipse(centre.to(target.dtype), (scale * math.sqrt(temperature)).to(target.dtype))
 
 

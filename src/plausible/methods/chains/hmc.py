@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.integrators import gradients, integrate, scheme_for
 from plausible.blocks.chains.masses import Kind
-from plausible.blocks.chains.target import Point, Target
 from plausible.core.serialise import check_number, register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 from plausible.methods.chains.base import Chains, ChainState, check_count
@@ -55,11 +55,11 @@ class HMC(Chains):
         """Many short chains."""
         return cls(draws=150, chains=16, warmup=60, leapfrogs=5)
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size, and the unit metric."""
         return begin_adapting(self, target, state)
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One trajectory of all chains."""
         adapted: Adaptation = state.adaptation
         spread = 2 * float(state.uniform(2, state.position[0, :1])) - 1

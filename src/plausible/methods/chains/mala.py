@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.integrators import integrate
 from plausible.blocks.chains.masses import Kind
-from plausible.blocks.chains.target import Point, Target
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 from plausible.methods.chains.base import Chains, ChainState
@@ -48,11 +48,11 @@ class MALA(Chains):
         """Many short chains."""
         return cls(draws=120, chains=64, warmup=100)
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size, and A = I."""
         return begin_adapting(self, target, state)
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One leapfrog from a fresh momentum, taken or not."""
         adapted: Adaptation = state.adaptation
         momentum = adapted.metric.momentum(state.normal(0, state.position))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.masses import Metric
-from plausible.blocks.chains.target import Point, Target
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import check_adapting, chosen, warmup_of
 from plausible.methods.chains.base import Chains, ChainState
@@ -47,7 +47,7 @@ class Metropolis(Chains):
         if self.metric not in METRICS:
             raise ValueError(f"Metropolis: metric must be one of {', '.join(map(repr, METRICS))}, got {self.metric!r}")
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """The unit shape; no gradient is kept."""
         start = adaptation.begin(warmup_of(self), state.position, self.step_size or _best(target.size))
         none = torch.zeros_like(state.log_prior)
@@ -56,7 +56,7 @@ class Metropolis(Chains):
             gradient=torch.zeros_like(state.position), adaptation=start, statistics={name: none.clone() for name in names}
         )
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One step of every chain."""
         now: Adaptation = state.adaptation
         noise = now.metric.velocity(now.metric.momentum(state.normal(0, state.position)))  # M⁻¹p has covariance M⁻¹ = LLᵀ

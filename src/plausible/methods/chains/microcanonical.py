@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.blocks.chains.adaptation import Variances
+from plausible.blocks.chains.density import Density
 from plausible.blocks.chains.integrators import gradients, scheme_for
-from plausible.blocks.chains.target import Target
 from plausible.core.serialise import check_number
 from plausible.engine.method import Traits
 from plausible.methods.chains.base import Chains, ChainState
@@ -81,7 +81,7 @@ class Microcanonical(Chains):
         """The transitions at which the phases of the warm-up end; short ones have only the first."""
         return tuple(int(part * self.warmup) for part in PHASES) if self.warmup >= 50 else (self.warmup,) * 3
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """Random directions, the first length √P, and steps whose energy errors are not wild."""
         chains, size = state.position.shape
         if size < 2:
@@ -109,7 +109,7 @@ class Microcanonical(Chains):
         state = state._replace(statistics={name: blank.clone() for name in names})
         return state._replace(adaptation=tuning if self.step_size is not None else self._shortened(target, state, tuning))
 
-    def _shortened(self, target: Target, state: ChainState, now: Tuning) -> Tuning:
+    def _shortened(self, target: Density, state: ChainState, now: Tuning) -> Tuning:
         """Steps halved until one of them keeps the energy, so that the first transitions do not leave where chains start."""
         for _ in range(60):
             _, change = self._integrated(target, state, now)
@@ -119,7 +119,7 @@ class Microcanonical(Chains):
             now = now._replace(step=torch.where(wild, 0.5 * now.step, now.step))
         return now
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One step of every chain, and new noise in its direction."""
         now: Tuning = state.adaptation
         moved, change = self._integrated(target, state, now)
@@ -146,7 +146,7 @@ class Microcanonical(Chains):
         )
         return new._replace(adaptation=self._learned(now, new, change) if self.warming(state) else now)
 
-    def _integrated(self, target: Target, state: ChainState, now: Tuning) -> tuple[ChainState, Tensor]:
+    def _integrated(self, target: Density, state: ChainState, now: Tuning) -> tuple[ChainState, Tensor]:
         """One step of the scheme: the new state and its energy error `[chains]`, kinetic less gained log density."""
         kicks, drifts, _ = scheme_for(self.integrator)
         scale = now.step.unsqueeze(-1).to(target.dtype) * now.scale

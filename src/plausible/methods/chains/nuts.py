@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope, windows
+from plausible.blocks.chains.density import Density, Point
 from plausible.blocks.chains.masses import Kind
-from plausible.blocks.chains.target import Point, Target
 from plausible.blocks.chains.trees import block_length, explore, width
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting
@@ -49,12 +49,12 @@ class NUTS(Chains):
             raise ValueError(f"NUTS: max_depth counts doublings, at most 20 (a million leapfrogs), got {self.max_depth}")
         check_adapting(self)
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size, and the unit metric."""
         begun = begin_adapting(self, target, state)
         return begun._replace(statistics={**begun.statistics, "depth": torch.zeros_like(state.log_prior)})
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """One tree of every chain."""
         adapted: Adaptation = state.adaptation
         start = Point(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.adaptation import DualAveraging, Slopes, first_step, moments_for, windows
+from plausible.blocks.chains.density import Density, Evaluation, ModelDensity
 from plausible.blocks.chains.masses import Diagonal
-from plausible.blocks.chains.target import Evaluation, ModelTarget, Target
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
 from plausible.core.model import Model
 from plausible.core.serialise import register
@@ -88,7 +88,7 @@ class ParallelTempering(Chains):
         """Replicas of all chains, those at the posterior first: row k · chains + c is that of chain c at the k-th power."""
         return self.chains * self.temperatures
 
-    def prepare(self, model: Model, run: Run[Any]) -> ModelTarget:
+    def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
         """The density; a replica at the prior needs a proper one."""
         improper = [name for name in model.random if not model.prior.rule(name).proper]
         if improper and self.hottest == 0:
@@ -98,7 +98,7 @@ class ParallelTempering(Chains):
             )
         return super().prepare(model, run)
 
-    def bind(self, target: Target, state: ChainState) -> Target:
+    def bind(self, target: Density, state: ChainState) -> Density:
         """The likelihood to each row's power."""
         betas = state.adaptation.betas if state.adaptation else self._first_betas(state.position.device)
         return target.bound(beta=betas.repeat_interleave(self.chains))
@@ -107,7 +107,7 @@ class ParallelTempering(Chains):
         rise = ladder(self.temperatures - 1).flip(0).to(device)
         return self.hottest + (1 - self.hottest) * rise
 
-    def begin(self, target: Target, state: ChainState) -> ChainState:
+    def begin(self, target: Density, state: ChainState) -> ChainState:
         """Unit masses and first step sizes."""
         rungs, chains, device = self.temperatures, self.chains, state.position.device
         unit = Diagonal(torch.ones(target.size, dtype=target.dtype, device=device))
@@ -133,7 +133,7 @@ class ParallelTempering(Chains):
         none = {name: torch.zeros_like(state.log_prior) for name in names}
         return state._replace(adaptation=replicas, statistics=none)
 
-    def transition(self, target: Target, state: ChainState) -> ChainState:
+    def transition(self, target: Density, state: ChainState) -> ChainState:
         """All replicas moved, then exchanged."""
         own: Replicas = state.adaptation
         count = max(1, min(self.leapfrogs, round(self.trajectory / float(own.step_size.min()))))
@@ -174,7 +174,7 @@ class ParallelTempering(Chains):
             new = new._replace(gradient=self.bind(target, new).evaluate(new.position).gradient)
         return new
 
-    def _found(self, target: Target, state: ChainState, place: Place, inverse_mass: Tensor, start: Tensor) -> Tensor:
+    def _found(self, target: Density, state: ChainState, place: Place, inverse_mass: Tensor, start: Tensor) -> Tensor:
         """First step sizes `[K]` under new masses `[K, P]`, which measure lengths otherwise than the ones before."""
         metric, each = Diagonal(inverse_mass.repeat_interleave(self.chains, 0)), start.repeat_interleave(self.chains)
         noise = state.normal(FIRST, place.position)
@@ -244,7 +244,7 @@ class ParallelTempering(Chains):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def advanced(self, target: Target, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition; what is said of it is about the chains at the posterior."""
         new, info = super().advanced(target, state)
         return new, {name: value[: self.chains] for name, value in info.items()}
@@ -259,7 +259,7 @@ class ParallelTempering(Chains):
         rate = float((own.accepted / own.seen.clamp(min=1)).min())
         return f"{super().caption(seen)}, exchanges {rate:.2f}"
 
-    def posterior(self, model: Model, run: Run[ModelTarget], fitted: Fitted) -> ReplicasPosterior:
+    def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ReplicasPosterior:
         """The draws at β = 1, with the evidence."""
         return ReplicasPosterior.of(self, model, run, fitted, chains=self.chains)
 

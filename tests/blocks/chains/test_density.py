@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible.blocks.chains.compiled import CapturedTarget, CompiledTarget, faster
-from plausible.blocks.chains.target import Density, ModelTarget, Point
+from plausible.blocks.chains.compiled import CapturedDensity, CompiledDensity, faster
+from plausible.blocks.chains.density import FunctionDensity, ModelDensity, Point
 from plausible.core.data import Data, as_data
 from plausible.core.weights import index
 
@@ -37,7 +37,7 @@ def problem(
     return model, data
 
 
-def positions(target: ModelTarget, chains: int) -> Tensor:
+def positions(target: ModelDensity, chains: int) -> Tensor:
     return 0.5 * torch.randn(chains, target.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradient_are_those_of_the_log_joint(case: str, chains: int) -> None:
     model, data = problem(**CASES[case])
-    target = ModelTarget(model, data, chains)
+    target = ModelDensity(model, data, chains)
     q = positions(target, chains)
     found = target.evaluate(q)
     for c in range(chains):
@@ -84,7 +84,7 @@ def test_value_and_gradient_are_those_of_the_log_joint(case: str, chains: int) -
 @pytest.mark.parametrize("case", ["learned noise", "weights"])
 def test_chunks_add_up(case: str) -> None:
     model, data = problem(**CASES[case])
-    whole, parts = ModelTarget(model, data, 3), ModelTarget(model, data, 3, chunk=7)
+    whole, parts = ModelDensity(model, data, 3), ModelDensity(model, data, 3, chunk=7)
     q = positions(whole, 3)
     for a, b in zip(whole.evaluate(q), parts.evaluate(q)):
         torch.testing.assert_close(a, b)
@@ -95,15 +95,15 @@ def test_a_loader_is_read_in_chunks() -> None:
     batch = data.all()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(batch.x, batch.y), batch_size=6)
     stream = as_data(loader, dtype=torch.float64, device=CPU)
-    target = ModelTarget(model, stream, 2, chunk=6)
+    target = ModelDensity(model, stream, 2, chunk=6)
     q = positions(target, 2)
-    for a, b in zip(ModelTarget(model, data, 2).evaluate(q), target.evaluate(q)):
+    for a, b in zip(ModelDensity(model, data, 2).evaluate(q), target.evaluate(q)):
         torch.testing.assert_close(a, b)
 
 
 def test_powers_precisions_and_temperature() -> None:
     model, data = problem()
-    target = ModelTarget(model, data, 2)
+    target = ModelDensity(model, data, 2)
     q = positions(target, 2)
     plain, none = target.evaluate(q), target.bound(beta=torch.zeros(2, dtype=torch.float64)).evaluate(q)
     half = target.bound(beta=torch.tensor([0.5, 0.25], dtype=torch.float64)).evaluate(q)
@@ -113,13 +113,13 @@ def test_powers_precisions_and_temperature() -> None:
     precise = target.bound(precision=torch.full((2, target.size), 0.7**-2, dtype=torch.float64)).evaluate(q)
     torch.testing.assert_close(precise.log_prior, plain.log_prior)
     torch.testing.assert_close(precise.gradient, plain.gradient)
-    warm = ModelTarget(model.tempered(2.0), data, 2).evaluate(q)
+    warm = ModelDensity(model.tempered(2.0), data, 2).evaluate(q)
     torch.testing.assert_close(warm.gradient, plain.gradient / 2)
     torch.testing.assert_close(warm.log_prior, plain.log_prior / 2)
 
 
 def test_leapfrogs_by_hand() -> None:
-    target = Density(lambda q: -0.25 * q.pow(4).sum(-1), 2)
+    target = FunctionDensity(lambda q: -0.25 * q.pow(4).sum(-1), 2)
     q, p = torch.tensor([[1.0, -0.5]], dtype=torch.float64), torch.tensor([[0.3, 0.8]], dtype=torch.float64)
     step, inverse = torch.tensor([0.1], dtype=torch.float64), torch.tensor([1.0, 4.0], dtype=torch.float64)
     path = target.leapfrogs(Point(q, p, *target.evaluate(q)), step, inverse, 3, keep=True)
@@ -139,8 +139,8 @@ def test_leapfrogs_by_hand() -> None:
 @pytest.mark.parametrize("case", ["learned noise", "student prior"])
 def test_compiled_blocks_follow_the_same_path(case: str, compiler: None) -> None:
     model, data = problem(**CASES[case])
-    target = ModelTarget(model, data, 3)
-    compiled = CompiledTarget.of(target)
+    target = ModelDensity(model, data, 3)
+    compiled = CompiledDensity.of(target)
     q = positions(target, 3)
     point = Point(q, torch.ones_like(q), *target.evaluate(q))
     step, inverse = torch.tensor([0.01, 0.02, -0.01], dtype=torch.float64), torch.linspace(0.5, 2, target.size).double()
@@ -154,7 +154,7 @@ def test_compiled_blocks_follow_the_same_path(case: str, compiler: None) -> None
         torch.testing.assert_close(a.position, compiled.leapfrogs(some, step[:2], inverse, 9).position)
 
 
-class Replayed(CapturedTarget):
+class Replayed(CapturedDensity):
     """What would be captured, called again and again: the buffers and what is done with them, without a GPU."""
 
     def _capture(self, run: Any, buffers: Any) -> Any:
@@ -165,8 +165,8 @@ class Replayed(CapturedTarget):
 @pytest.mark.parametrize("tempered", [False, True])
 def test_replayed_leapfrogs_follow_the_same_path(case: str, tempered: bool) -> None:
     model, data = problem(**CASES[case])
-    target: ModelTarget = ModelTarget(model, data, 3)
-    replayed: ModelTarget = Replayed.of(target)
+    target: ModelDensity = ModelDensity(model, data, 3)
+    replayed: ModelDensity = Replayed.of(target)
     q = positions(target, 3)
     if tempered:
         powers, tau = torch.tensor([1.0, 0.5, 0.1], dtype=torch.float64), torch.linspace(1, 2, target.size).double()
@@ -183,6 +183,6 @@ def test_replayed_leapfrogs_follow_the_same_path(case: str, tempered: bool) -> N
 
 def test_nothing_is_compiled_unasked() -> None:
     model, data = problem()
-    target = ModelTarget(model, data, 3)
+    target = ModelDensity(model, data, 3)
     assert faster(target, False, 10**6) == (target, "eager")
     assert faster(target, "auto", 10) == (target, "eager")

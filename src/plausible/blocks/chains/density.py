@@ -2,7 +2,7 @@
 
     log π_c(q) = β_c · log p(D | q_c) + log p(q_c),        q [chains, P]
 
-A `Target` knows nothing of chains' laws; kernels ask it for values, gradients and leapfrog paths. `ModelTarget` answers for a
+A `Density` knows nothing of chains' laws; kernels ask it for values, gradients and leapfrog paths. `ModelDensity` answers for a
 model and its data, in chunks of examples where all of them at once would not fit. Sums over examples and over weights are
 taken in float64, so that energies can be compared.
 """
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from plausible.core import random
 from plausible.core import weights as tree
 from plausible.core.data import ArrayData, Batch, Data, select_rows
 from plausible.core.model import Model
@@ -27,6 +28,7 @@ from plausible.core.weights import Weights
 
 if TYPE_CHECKING:
     from plausible.blocks.chains.gibbs import Hierarchy
+    from plausible.methods.chains.base import Chains
 
 log = logging.getLogger("plausible")
 
@@ -49,11 +51,11 @@ class Point(NamedTuple):
     gradient: Tensor
 
 
-class Target(ABC):
+class Density(ABC):
     """An unnormalised log density over `[chains, P]`.
 
     `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by centred
-    Gaussians of these precisions (None: the model's own prior). `bound` gives the same target with others.
+    Gaussians of these precisions (None: the model's own prior). `bound` gives the same density with others.
     """
 
     size: int
@@ -112,8 +114,8 @@ class Target(ABC):
         return Point(position, momentum, *found)
 
 
-class Density(Target):
-    """A target from a function of `[chains, P]`: log densities `[chains]`, taken for the likelihood of a flat prior.
+class FunctionDensity(Density):
+    """A density from a function of `[chains, P]`: log densities `[chains]`, taken for the likelihood of a flat prior.
 
     For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside it,
     the first function is the likelihood.
@@ -151,7 +153,7 @@ def gaussian(position: Tensor, precision: Tensor) -> Tensor:
     return 0.5 * ((tau / (2 * math.pi)).log() - tau * q.square()).sum(-1)
 
 
-class ModelTarget(Target):
+class ModelDensity(Density):
     """The posterior of a model: likelihood of all data, prior of the random weights (points and buffers stay where they are).
 
     The network runs in evaluation mode, so that the density is one function. `chains` are evaluated together; where vmap cannot
@@ -298,4 +300,22 @@ class ModelTarget(Target):
         return max(1, min(self.data.num_data, self.BUDGET.get(self.device.type, 2**28) // each))
 
 
-__all__ = ["Density", "Evaluation", "ModelTarget", "Point", "Target"]
+def run(method: Chains, density: Density, position: Tensor, seed: int = 0) -> dict[str, Any]:
+    """Warm up and sample from `position` `[rows, P]`.
+
+    Returns `position` `[draws, rows, P]`, all statistics `[draws, chains]`, and the last `state`. Cost: that of `warmup +
+    draws · thin` transitions; no checkpoints, no bar.
+    """
+    kept: list[dict[str, Tensor]] = []
+    with torch.no_grad(), random.isolated(seed, position.device):
+        state = method.started(density, position, random.key(seed, device=position.device))
+        for number in range(method.warmup + method.draws * method.thin):
+            state, _ = method.advanced(density, state)
+            if number >= method.warmup and (number - method.warmup + 1) % method.thin == 0:
+                about = method.about(state)
+                joint = about["log_likelihood"] + about["log_prior"]
+                kept.append({"position": state.position, "log_joint": joint, **about})
+    return {name: torch.stack([draw[name] for draw in kept]) for name in kept[0]} | {"state": state}
+
+
+__all__ = ["Density", "Evaluation", "FunctionDensity", "ModelDensity", "Point", "run"]
