@@ -32,6 +32,7 @@ _MODULES = {
     "curvature": "blocks.curvature",
     "datasets": "apps.datasets",
     "decisions": "analysis.decisions",
+    "diagnostics": "posteriors.diagnostics",
     "evidence": "analysis.evidence",
     "likelihoods": "core.likelihoods",
     "methods": "methods",

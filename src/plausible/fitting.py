@@ -20,7 +20,7 @@ from plausible.core import random, serialise
 from plausible.core.data import ArrayData, Batch, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
-from plausible.core.networks import Where, check_network
+from plausible.core.networks import Where, choose_device
 from plausible.core.priors import Prior, as_prior
 from plausible.engine import Checkpoint, DivergenceError, Options, ranks
 from plausible.engine.method import Method
@@ -146,31 +146,6 @@ def _as_seed(seed: Any) -> int:
     return number
 
 
-def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
-    """None: where the network is; "auto": the best there is; anything else is checked."""
-    check_network(network)
-    if device is None:
-        first = next(iter(network.parameters()), None)
-        return torch.device("cpu") if first is None else first.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
-        )
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
-    if chosen.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
-    return chosen
-
-
 def _prepare(
     network: nn.Module | Model,
     data: Any,
@@ -280,17 +255,7 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
     """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
-    from plausible.posteriors.base import DrawsPosterior
-
-    if isinstance(earlier, DrawsPosterior):
-        total = len(earlier.store)
-        if earlier.chains > 1:
-            rows = list(range(total - earlier.chains, total))
-        else:
-            rows = sorted({round(total * (k + 1) / members) - 1 for k in range(members)} - {-1})
-        draws = earlier.store.get(rows, earlier.device)
-    else:
-        draws = earlier.starting_points(members)
+    draws = earlier.starting_points(members)
     count = len(next(iter(draws.values())))
     for name in model.likelihood_names:  # noise that was fixed there and is learned here starts where it would anyway
         if name not in draws:
@@ -309,46 +274,6 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> Model:
     fitting = {**model.initial, **model.buffers}
     draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}
     return model.starting_at({name: value[-1] for name, value in draws.items()}, draws)
-
-
-def continue_chains(
-    earlier: Any, method: Any, data: Any, *, mask: Any = None, progress: bool | None, checkpoint: Any, callbacks: Sequence[Any]
-) -> Any:
-    """Run chains on from the state that an earlier run left; `data` None takes those that it was fitted to, if they are there."""
-    model: Model = earlier.model
-    if data is None and earlier.data is None:
-        raise ValueError(
-            "this posterior was loaded or moved and does not hold the data: pass them again, extend(draws, data=(x, y))"
-        )
-    prepared = (
-        earlier.data
-        if data is None
-        else _prepare(model, data, None, None, None, None, earlier.device, None, mask, None, method)[1]
-    )
-    before = earlier.run.get("data")
-    if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (None, prepared.fingerprint()):
-        raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
-    seed = random.key(earlier.seed, 13, int(earlier.run.get("steps", 0)))[1].item()
-    identity = {
-        **_identity(earlier.method, model, prepared, earlier.seed),
-        "more": method.more,
-        "state": _digest({str(i): leaf for i, leaf in enumerate(method.state)}),
-    }
-    with torch.inference_mode(False), random.isolated(int(seed), earlier.device):
-        options = Options(
-            seed=earlier.seed,
-            compile=earlier.run.get("compile", "auto"),
-            progress=progress,
-            callbacks=tuple(callbacks),
-            checkpoint=_as_checkpoint(checkpoint),
-            identity=identity,
-        )
-        fitted = engine.run(method, model, prepared, options)
-    if fitted.draws is None:
-        raise KeyboardInterrupt("stopped before the first new draw was kept")
-    if fitted.interrupted:
-        warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=3)
-    return method.posterior(model, fitted)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

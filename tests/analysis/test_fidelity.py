@@ -22,7 +22,8 @@ from plausible.blocks.chains.target import Density
 from plausible.core import random
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 from plausible.testing import LinearGaussian, Z
 
 PROBLEM = LinearGaussian()

@@ -22,7 +22,7 @@ from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear
 from plausible.core.weights import Weights
 from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
-from plausible.posteriors.family import FamilyPosterior
+from plausible.posteriors.laws import FamilyLaw, LawPosterior
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -256,7 +256,8 @@ def test_radial_and_mean_field_have_the_same_optimal_scales() -> None:
 def test_what_the_posterior_says_of_itself(name: str, tmp_path: Any) -> None:
     net, (x, _) = _network(), _data()
     posterior = pl.fit(net, _data(), dataclasses.replace(METHODS[name], epochs=15), **QUIET)
-    assert isinstance(posterior, FamilyPosterior)
+    assert isinstance(posterior, LawPosterior)
+    assert isinstance(posterior.law, FamilyLaw)
     assert set(posterior.means) == set(posterior.scales) == set(posterior.model.random)
     assert set(posterior.points) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     drawn = posterior.weights(2000, seed=3)

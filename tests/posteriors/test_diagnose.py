@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from plausible.apps.cli import app, runs
 from plausible.apps.report.stored import Evidence
-from plausible.blocks.chains.convergence import summary_table
+from plausible.posteriors.diagnostics import summary_table
 
 SHORT = (
     "--set",

@@ -5,29 +5,30 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.refinement import Slope, log_initial, refine, slope_of_draws
-from plausible.core import random, storage
+from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, Batch, Data, StreamData, as_data
+from plausible.core.data import ArrayData, Batch, Data, StreamData
+from plausible.core.draws import ROWS, at_once
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore, MemoryDraws
 from plausible.core.weights import Weights
-from plausible.posteriors.base import DrawsPosterior, record_of
+from plausible.posteriors.base import data_for, record_of
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.saving import Content
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted
 
 log = logging.getLogger("plausible")
 
-ROWS = 2**15
-"""Draws × examples that are evaluated at once."""
+COPIES = 4
+"""How many times more memory an example takes with its gradients and momenta than in a forward pass."""
 
 
 class Guess(NamedTuple):
@@ -62,7 +63,7 @@ class RefinedPosterior(DrawsPosterior):
         self.guess, self.log_weights = guess, log_weights
 
     @classmethod
-    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> RefinedPosterior:  # noqa: ARG003
+    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:  # noqa: ARG003
         """Refine draws from the last state of a run, on the data that it saw."""
         state, data = fitted.state, fitted.prepared
         means = {name: state.weights[name].detach().clone() for name in model.random}
@@ -91,17 +92,11 @@ class RefinedPosterior(DrawsPosterior):
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples must be a whole number of at least 1, got {samples!r}")
-        first, model = next(iter(self.model.initial.values())), self.model
-        given = as_data(data, dtype=first.dtype, device=first.device)
-        check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)  # noqa: E731
-        if isinstance(given, ArrayData):
-            given = replace(given, batch=given.batch._replace(y=check(given.batch.y, given.batch.mask)))
-        else:
-            given = replace(given, check=check)
+        model = self.model
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
-        found = _refined(self.guess, _Slopes(model, fixed, given, whole=True), samples, seed)[1]
-        return _log_mean(found) - _log_prior_of_points(model, fixed)
+        log_weights = _refined(self.guess, _Slopes(model, fixed, data_for(model, data), whole=True), samples, seed)[1]
+        return _log_mean(log_weights) - _log_prior_of_points(model, fixed)
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """Those of stored draws, with `importance_ess`, (ΣW)²/ΣW²: near 1 where one draw outweighs all, and the bound is loose."""
@@ -110,38 +105,20 @@ class RefinedPosterior(DrawsPosterior):
             report["importance_ess"] = float(torch.exp(2 * self.log_weights.logsumexp(0) - (2 * self.log_weights).logsumexp(0)))
         return report
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _moved(self, model: Model, device: torch.device) -> RefinedPosterior:
-        plain = super()._moved(model, device)
-        guess = self.guess._replace(means=tree.to(self.guess.means, device), scales=tree.to(self.guess.scales, device))
-        return RefinedPosterior(
-            self.method, model, {**plain.run, "history": self.history}, plain.store, guess, self.log_weights
-        )
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        named = {f"mean.{name}": value for name, value in self.guess.means.items()}
-        named |= {f"scale.{name}": value for name, value in self.guess.scales.items()}
+    def content(self) -> Content:
+        plain, guess = super().content(), self.guess
+        tensors = {"mean": guess.means, "scale": guess.scales}
         if self.log_weights is not None:
-            named["log_weights"] = self.log_weights
-        numbers = {name: getattr(self.guess, name) for name in ("step_size", "refinements", "leapfrog")}
-        digest = storage.write_tensors(folder / "guess.safetensors", named)
-        return {**super()._write(folder), "guess": numbers, "guess_sha256": digest}
+            tensors["log_weights"] = {"": self.log_weights}
+        sampler = {name: getattr(guess, name) for name in ("step_size", "refinements", "leapfrog")}
+        return Content(tensors, {**plain.settings, "guess": sampler}, plain.draws)
 
     @classmethod
-    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> RefinedPosterior:
-        plain = super()._read(folder, content, method, model)
-        path, numbers = folder / "guess.safetensors", content["guess"]
-        found = storage.read_tensors(path, content["guess_sha256"])
-        parts: list[Weights] = []
-        for part in ("mean", "scale"):
-            for name in model.random:
-                if f"{part}.{name}" not in found or found[f"{part}.{name}"].shape != model.initial[name].shape:
-                    raise ValueError(f"{path} does not fit posterior.json: {part} of {name!r} is missing or has another shape")
-            parts.append({name: found[f"{part}.{name}"].to(model.initial[name].device) for name in model.random})
-        guess = Guess(parts[0], parts[1], float(numbers["step_size"]), int(numbers["refinements"]), int(numbers["leapfrog"]))
-        run = {**plain.run, "history": plain.history}
-        return cls(method, model, run, plain.store, guess, found.get("log_weights"))
+    def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
+        like, sampler = tree.select(model.initial, model.random), content.settings["guess"]
+        numbers = float(sampler["step_size"]), int(sampler["refinements"]), int(sampler["leapfrog"])
+        guess = Guess(content.group("mean", like), content.group("scale", like), *numbers)
+        return cls(method, model, run, content.stored, guess, content.tensors.get("log_weights", {}).get(""))
 
 
 class _Slopes:
@@ -156,11 +133,11 @@ class _Slopes:
         if not self.whole and isinstance(self.data, StreamData):
             return 1
         rows = 1 if self.whole or self.size is None else self.size
-        return max(1, min(draws, 2**26 // max(1, elements), ROWS // rows))
+        return min(draws, at_once(elements, rows, copies=COPIES))
 
     def __call__(self, count: int, stream: torch.Generator) -> Slope:
         if self.whole:
-            size = max(64, ROWS // count)
+            size = max(64, ROWS // (COPIES * count))
             return slope_of_draws(self.model, self.fixed, lambda: self.data.chunks(size))
         if isinstance(self.data, ArrayData):
             rows = torch.randint(self.data.num_data, (count, self.size or 1), generator=stream)

@@ -14,16 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plausible.core.special import betainc, double
-
-if TYPE_CHECKING:
-    from plausible.posteriors.summaries import SummaryTable
 
 PART = 2**20
 """Numbers that one part of the quantities has at most."""
@@ -336,14 +333,3 @@ def summarise(chains: Tensor, limit: int = LIMIT) -> dict[str, Any]:
         "ess_tail": float(found["ess_tail"].nan_to_num(torch.inf).min()),
         "mcse": float((found["mcse"] / found["sd"]).nan_to_num(0.0).max()),
     }
-
-
-def summary_table(posterior: Any, x: Any = None, names: Any = None) -> SummaryTable:
-    """One row for each function value f(x), or each weight: mean, sd, mcse, ess_bulk, ess_tail, rhat; see `SummaryTable`.
-
-    x: inputs at which functions are looked at, where permuting hidden units does not matter. Without it the table has the random
-    weights, or those whose names match `names` (patterns such as "0.*").
-    """
-    from plausible.posteriors.summaries import tabulate
-
-    return tabulate(posterior, x, names)

@@ -17,7 +17,9 @@ from plausible.core.serialise import register
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
 from plausible.engine.method import Method, Plan, Traits, create
 from plausible.methods.points.map import MAP
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted

@@ -21,6 +21,7 @@ from plausible.engine.method import Method, Plan, Traits
 from plausible.methods.laplace.mode import Mode, check_deterministic, check_gaussian, polished, tunable_noise
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import record_of
+from plausible.posteriors.linearised import PREDICTIVES
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch, Data
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
-
-PREDICTIVES = ("linearised", "probit", "bridge", "sampled")
 
 
 class GivenState(NamedTuple):

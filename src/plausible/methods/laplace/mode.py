@@ -25,7 +25,7 @@ from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
 from plausible.engine.progress import Progress
-from plausible.posteriors.linearised import LaplacePosterior, centre, gaussian_rule, rule_centre
+from plausible.posteriors.linearised import CurvedGaussian, LaplacePosterior, centre, gaussian_rule, rule_centre
 
 if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
@@ -181,11 +181,8 @@ class Mode:
             method,
             model,
             run,
-            means,
+            CurvedGaussian(means, self.curvature, self.precision, self.scale),
             points,
-            self.curvature,
-            self.precision,
-            self.scale,
             method.predictive,
             self.evidence(),
             self.report,

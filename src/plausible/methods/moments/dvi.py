@@ -17,6 +17,7 @@ from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Traits
 from plausible.methods.moments.base import ByMoments, kl
+from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
 
 if TYPE_CHECKING:
@@ -91,4 +92,4 @@ class DVI(ByMoments):
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The means and scales of the last step."""
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
-        return MomentsPosterior.of(self, model, fitted, scales)
+        return MomentsPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales))

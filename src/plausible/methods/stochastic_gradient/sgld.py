@@ -16,7 +16,8 @@ from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, clone
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch

@@ -19,7 +19,7 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
-from plausible.posteriors.family import FamilyPosterior
+from plausible.posteriors.laws import FamilyLaw, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch, Data
@@ -179,7 +179,8 @@ class Reparameterised(Method):
 
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The parameters of the last step."""
-        return FamilyPosterior.of(self, model, fitted, parameters_of(fitted.state.weights))
+        parameters = clone(parameters_of(fitted.state.weights))
+        return LawPosterior.of(self, model, fitted, FamilyLaw(self.family, select(model.initial, model.random), parameters))
 
 
 def _double(values: Weights) -> Weights:

@@ -21,7 +21,7 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Method, Plan, Traits, check_training, plan_epochs
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch, Data
@@ -265,7 +265,7 @@ class MeanField(Method):
     def posterior(self, model: Model, fitted: Fitted) -> Posterior:
         """The means and scales of the last step."""
         scales = {name: F.softplus(rho) for name, rho in fitted.state.rhos.items()}
-        return GaussianPosterior.of(self, model, fitted, scales, fitted.prepared.ways)
+        return LawPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales, fitted.prepared.ways))
 
 
 def fitted_names(model: Model) -> tuple[str, ...]:
