@@ -23,6 +23,7 @@ from plausible.core.schedules import Cosine, Linear
 from plausible.core.weights import Weights
 from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
+from plausible.posteriors.mixture import MixturePosterior
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -305,7 +306,7 @@ def test_members_of_an_ensemble_are_a_mixture(name: str, tmp_path: Any) -> None:
     net, (x, _) = _network(), _data()
     method = pl.Ensemble(dataclasses.replace(METHODS[name], epochs=5), members=3)
     posterior = pl.fit(net, _data(), method, **QUIET)
-    assert isinstance(posterior, pl.posterior.MixturePosterior)
+    assert isinstance(posterior, MixturePosterior)
     assert posterior.functions(x, 9).shape == (9, N, 1)
     means = [part.means["0.weight"] for part in posterior.parts]
     assert not torch.equal(means[0], means[1])
