@@ -46,8 +46,9 @@ from plausible.core.priors import FanIn, Gaussian, Patterns
 from plausible.core.schedules import Cosine
 from plausible.fitting import fit
 from plausible.methods import HMC, MAP, Ensemble, Laplace, MeanField, Method
-from plausible.posteriors.base import MixturePosterior, Posterior
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.linearised import LaplacePosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,8 +24,9 @@ from plausible.engine import Checkpoint
 from plausible.engine.monitoring import Monitor
 from plausible.fitting import choose_device, fit
 from plausible.methods import Ensemble, Method
-from plausible.posteriors.base import MixturePosterior, Posterior
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.laws import LawPosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 WEIGHT_EDGES = torch.linspace(-0.3, 0.3, 121)
 SNR_EDGES = torch.linspace(-60.0, 40.0, 201)
@@ -166,7 +167,7 @@ def _per_cent(classes: Tensor, labels: Tensor) -> list[float]:
 def _predictions(posterior: Posterior, x: Tensor, draws: int, geometric: bool) -> dict[str, Tensor]:
     """Classes [seeds, N] by each way of predicting: "mean" and "N draws"; points have the first alone."""
     members = _members(posterior)
-    if not isinstance(members[0], GaussianPosterior):
+    if not isinstance(members[0], LawPosterior):
         return {"mean": posterior.functions(x).argmax(-1)}
     means = torch.stack([_log_probabilities(member, x).argmax(-1) for member in members])
     averages = torch.stack([averaged(member, x, draws, k, geometric).argmax(-1) for k, member in enumerate(members)])
@@ -234,12 +235,12 @@ def weight_histogram(members: Sequence[Posterior]) -> dict[str, Any]:
 
 
 def _drawn(member: Posterior) -> Mapping[str, Tensor]:
-    return member.weights(1) if isinstance(member, GaussianPosterior) else member.weights()
+    return member.weights(1) if isinstance(member, LawPosterior) else member.weights()
 
 
 def snr_histogram(members: Sequence[Any], fractions: Sequence[float]) -> dict[str, Any] | None:
     """Shares of 20·log₁₀(|μ|/σ) in bins of `SNR_EDGES` (values beyond them in the outermost), cuts of these fractions, modes."""
-    if not all(isinstance(member, GaussianPosterior) for member in members):
+    if not all(isinstance(member, LawPosterior) for member in members):
         return None
     ratios = [ratio.flatten() for member in members for ratio in _matrices(member.snr(decibels=True)).values()]
     whole = torch.cat(ratios).cpu().float()

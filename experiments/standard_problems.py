@@ -26,7 +26,7 @@ from plausible.core.serialise import Opaque
 from plausible.core.storage import MemoryDraws
 from plausible.fitting import fit
 from plausible.methods import MAP
-from plausible.posteriors.base import DrawsPosterior
+from plausible.posteriors.draws import DrawsPosterior
 
 Pair = tuple[Tensor, Tensor]
 

@@ -14,7 +14,7 @@ from plausible import testing
 from plausible.core import random
 from plausible.core.weights import Weights, clone
 from plausible.engine.method import Method, Plan, Traits, registry
-from plausible.posteriors.base import DrawsPosterior
+from plausible.posteriors.draws import DrawsPosterior
 
 METHODS = {name: cls.conforming() for name, cls in registry.items()}
 METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=2500), members=2)

@@ -32,7 +32,7 @@ _MODULES = {
     "curvature": "blocks.curvature",
     "datasets": "apps.datasets",
     "decisions": "analysis.decisions",
-    "diagnostics": "analysis.diagnostics",
+    "diagnostics": "posteriors.diagnostics",
     "evidence": "analysis.evidence",
     "likelihoods": "core.likelihoods",
     "methods": "methods",

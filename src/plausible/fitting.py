@@ -17,14 +17,14 @@ from plausible import engine
 from plausible.core import random
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
-from plausible.core.networks import Where
+from plausible.core.networks import Where, choose_device
 from plausible.core.priors import Prior
 from plausible.core.weights import Weights
 from plausible.engine import Checkpoint, Options, ranks
-from plausible.engine.inputs import as_checkpoint, choose_device, digest, identity, prepare
+from plausible.engine.inputs import as_checkpoint, identity, prepare
 from plausible.engine.method import Method
 from plausible.methods import create
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.saving import load
 
 log = logging.getLogger("plausible")
@@ -159,15 +159,7 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> tuple[Mode
     """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")
-    if isinstance(earlier, DrawsPosterior):
-        total = len(earlier.store)
-        if earlier.chains > 1:
-            rows = list(range(total - earlier.chains, total))
-        else:
-            rows = sorted({round(total * (k + 1) / members) - 1 for k in range(members)} - {-1})
-        draws = earlier.store.get(rows, earlier.device)
-    else:
-        draws = earlier.starting_points(members)
+    draws = earlier.starting_points(members)
     count = len(next(iter(draws.values())))
     for name in model.likelihood_names:  # noise that was fixed there and is learned here starts where it would anyway
         if name not in draws:
@@ -186,43 +178,3 @@ def continuing(model: Model, earlier: Posterior, members: int = 1) -> tuple[Mode
     fitting = {**model.initial, **model.buffers}
     draws = {name: draws[name].to(value) for name, value in fitting.items() if name in draws}
     return model.starting_at({name: value[-1] for name, value in draws.items()}), draws
-
-
-def continue_chains(
-    earlier: Any, method: Any, data: Any, *, mask: Any = None, progress: bool | None, checkpoint: Any, callbacks: Sequence[Any]
-) -> Any:
-    """Run chains on from the state that an earlier run left; `data` None takes those that it was fitted to, if they are there."""
-    model: Model = earlier.model
-    if data is None and earlier.data is None:
-        raise ValueError(
-            "this posterior was loaded or moved and does not hold the data: pass them again, extend(draws, data=(x, y))"
-        )
-    prepared = (
-        earlier.data
-        if data is None
-        else prepare(model, data, None, None, None, None, earlier.device, None, mask, None, method)[1]
-    )
-    before = earlier.run.get("data")
-    if data is not None and (before or (earlier.data and earlier.data.fingerprint())) not in (None, prepared.fingerprint()):
-        raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
-    seed = random.key(earlier.seed, 13, int(earlier.run.get("steps", 0)))[1].item()
-    known = {
-        **identity(earlier.method, model, prepared, earlier.seed),
-        "more": method.more,
-        "state": digest({str(i): leaf for i, leaf in enumerate(method.state)}),
-    }
-    with torch.inference_mode(False), random.isolated(int(seed), earlier.device):
-        options = Options(
-            seed=earlier.seed,
-            compile=earlier.run.get("compile", "auto"),
-            progress=progress,
-            callbacks=tuple(callbacks),
-            checkpoint=as_checkpoint(checkpoint),
-            identity=known,
-        )
-        model, run, fitted = engine.run(method, model, prepared, options)
-    if fitted.draws is None:
-        raise KeyboardInterrupt("stopped before the first new draw was kept")
-    if fitted.interrupted:
-        warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=3)
-    return method.posterior(model, run, fitted)

@@ -22,7 +22,8 @@ from plausible.blocks.chains.density import FunctionDensity
 from plausible.core import random
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 from plausible.testing import LinearGaussian, Z
 
 PROBLEM = LinearGaussian()
@@ -339,14 +340,10 @@ def test_results_are_plain_data_and_come_back(full: Posterior) -> None:
     assert replace(found, draws=1).table().row_count == len(found.measures)
 
 
-def test_the_module_is_the_function() -> None:
+def test_it_is_a_function_of_the_package() -> None:
     import inspect
 
-    import plausible.fidelity
-
-    assert callable(plausible.fidelity)
     assert list(inspect.signature(pl.fidelity).parameters)[:4] == ["posterior", "reference", "x", "y"]
-    assert plausible.fidelity.Fidelity is Fidelity
 
 
 class Functions(DrawsPosterior):

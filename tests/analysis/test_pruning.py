@@ -18,8 +18,9 @@ from plausible import priors, pruning
 from plausible.apps.cli import app
 from plausible.core import storage
 from plausible.core.storage import DiskDraws, DrawWriter, MemoryDraws
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
@@ -36,13 +37,13 @@ def _model(prior: priors.Prior | None = None) -> pl.Model:
     return pl.fit(_net(), data, method, prior=prior, **QUIET).model
 
 
-def _gaussian(seed: int = 0, prior: priors.Prior | None = None) -> GaussianPosterior:
+def _gaussian(seed: int = 0, prior: priors.Prior | None = None) -> LawPosterior:
     """Means and scales of random sizes, so that no two criteria agree."""
     model, stream = _model(prior), torch.Generator().manual_seed(seed)
     like = {name: model.initial[name] for name in model.random}
     means = {n: torch.randn(w.shape, generator=stream) for n, w in like.items()}
     scales = {n: torch.rand(w.shape, generator=stream) + 0.05 for n, w in like.items()}
-    return GaussianPosterior(pl.MeanField(), model, {}, means, scales, {})
+    return LawPosterior(pl.MeanField(), model, {}, DiagonalGaussian(means, scales), {})
 
 
 def _draws(chains: int = 1, count: int = 8, seed: int = 0) -> DrawsPosterior:
@@ -122,8 +123,8 @@ def test_where_and_layers() -> None:
 
 def test_ties_and_weights_without_signal() -> None:
     posterior = _gaussian()
-    posterior.means = {n: torch.ones_like(m) for n, m in posterior.means.items()}
-    posterior.scales = {n: torch.ones_like(m) for n, m in posterior.scales.items()}
+    ones = {n: torch.ones_like(m) for n, m in posterior.means.items()}
+    posterior.law = DiagonalGaussian(ones, {n: torch.ones_like(m) for n, m in posterior.scales.items()})
     mask = posterior.prune(0.5).masks["0.weight"].flatten()
     assert int((~mask).sum()) == 15
     assert not bool(mask[:15].any())
@@ -139,7 +140,7 @@ def test_ties_and_weights_without_signal() -> None:
 def test_moments_of_chains_are_those_of_their_draws() -> None:
     posterior = _draws(chains=2, count=9)
     drawn = posterior.weights()["0.weight"].double()
-    for chain, (mean, scale) in enumerate(posterior._networks()):
+    for chain, (mean, scale) in enumerate(posterior.networks()):
         torch.testing.assert_close(mean["0.weight"], drawn[chain::2].mean(0))
         assert scale is not None
         torch.testing.assert_close(scale["0.weight"], drawn[chain::2].std(0))
@@ -211,7 +212,7 @@ def test_draws_on_disk_stay_there(tmp_path: Path) -> None:
         left, right = memory.prune(**way), disk.prune(0.3).prune(**way)
         expected = memory.prune(0.3).prune(**way)
         assert isinstance(left.store, MemoryDraws)
-        assert isinstance(right.store, pruning.PrunedDraws)
+        assert isinstance(right.store, storage.PrunedDraws)
         assert isinstance(right.store.store, DiskDraws)
         torch.testing.assert_close(right.weights(4, 1), expected.weights(4, 1), rtol=0, atol=0)
         torch.testing.assert_close(storage.gather(right.store), storage.gather(expected.store), rtol=0, atol=0)
@@ -395,7 +396,7 @@ def test_what_cannot_be_ranked_is_refused() -> None:
 
 def test_a_posterior_without_weights_refuses() -> None:
     class Functions(DrawsPosterior):
-        _networks = pl.Posterior._networks
+        networks = pl.Posterior.networks
 
     posterior = _draws()
     with pytest.raises(TypeError, match="Functions has no means and scales of weights"):

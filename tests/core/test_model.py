@@ -21,7 +21,7 @@ from plausible import likelihoods, priors
 from plausible.core import random
 from plausible.core.data import Batch, Order, as_data
 from plausible.core.model import Model
-from plausible.posteriors.base import DrawsPosterior
+from plausible.posteriors.draws import DrawsPosterior
 
 N = 12
 LOG_2PI = math.log(2 * math.pi)

@@ -26,7 +26,7 @@ from plausible.core.data import Batch, Order, as_data
 from plausible.core.weights import Weights, clone
 from plausible.engine import accumulate, loop
 from plausible.engine.method import Method, Plan
-from plausible.posteriors.base import DrawsPosterior
+from plausible.posteriors.draws import DrawsPosterior
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 

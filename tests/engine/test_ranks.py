@@ -32,7 +32,8 @@ from plausible.core.weights import Weights, clone
 from plausible.engine import Checkpoint, ranks
 from plausible.engine.method import Method, Plan
 from plausible.engine.source import share
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 QUIET: dict[str, Any] = {"progress": False, "compile": False}

@@ -22,7 +22,8 @@ from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear
 from plausible.core.weights import Weights
 from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
-from plausible.posteriors.family import FamilyPosterior
+from plausible.posteriors.laws import FamilyLaw, LawPosterior
+from plausible.posteriors.mixture import MixturePosterior
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -256,7 +257,8 @@ def test_radial_and_mean_field_have_the_same_optimal_scales() -> None:
 def test_what_the_posterior_says_of_itself(name: str, tmp_path: Any) -> None:
     net, (x, _) = _network(), _data()
     posterior = pl.fit(net, _data(), dataclasses.replace(METHODS[name], epochs=15), **QUIET)
-    assert isinstance(posterior, FamilyPosterior)
+    assert isinstance(posterior, LawPosterior)
+    assert isinstance(posterior.law, FamilyLaw)
     assert set(posterior.means) == set(posterior.scales) == set(posterior.model.random)
     assert set(posterior.points) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     drawn = posterior.weights(2000, seed=3)
@@ -304,7 +306,7 @@ def test_members_of_an_ensemble_are_a_mixture(name: str, tmp_path: Any) -> None:
     net, (x, _) = _network(), _data()
     method = pl.Ensemble(dataclasses.replace(METHODS[name], epochs=5), members=3)
     posterior = pl.fit(net, _data(), method, **QUIET)
-    assert isinstance(posterior, pl.posterior.MixturePosterior)
+    assert isinstance(posterior, MixturePosterior)
     assert posterior.functions(x, 9).shape == (9, N, 1)
     means = [part.means["0.weight"] for part in posterior.parts]
     assert not torch.equal(means[0], means[1])

@@ -436,7 +436,7 @@ def test_a_weight_that_acts_at_several_places_has_one_draw_for_all(kind: str) ->
     y = x.mean(-1) @ torch.tensor([[1.0], [-0.5]]) + torch.randn(30, 1)
     method = pl.MeanField(epochs=500, batch_size=None, lr=Cosine(0.05), samples=4, initial_scale=0.1)
     posterior = pl.fit(_Everywhere(kind), (x, y), method, likelihood=pl.likelihoods.Gaussian(scale=1.0), **QUIET)
-    assert set(posterior.ways.values()) == {"flipout"}
+    assert set(posterior.law.settings["ways"].values()) == {"flipout"}
     inputs = x.mean(-1)
     exact = (inputs.square().sum(0) + 1).rsqrt()
     torch.testing.assert_close(posterior.scales["layer.weight"].flatten(), exact, rtol=0.25, atol=0)

@@ -311,8 +311,8 @@ def test_the_posterior_remembers_its_guess(tmp_path: Any) -> None:
     report = posterior.diagnostics()
     weights = torch.softmax(posterior.log_weights, 0)
     assert report["importance_ess"] == pytest.approx(1 / float(weights.square().sum()), rel=1e-6)
-    (tmp_path / "q" / "guess.safetensors").unlink()
-    with pytest.raises((ValueError, FileNotFoundError), match="guess"):
+    (tmp_path / "q" / "tensors.safetensors").unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match="tensors"):
         pl.load(tmp_path / "q", net)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible.analysis import diagnostics
+from plausible.posteriors import diagnostics
 from tests.helpers.by_hand import CHAINS, DRAWS, draws_of_weights, network, posterior_of
 
 arviz = pytest.importorskip("arviz")
@@ -91,7 +91,7 @@ def test_training_data_go_along_while_they_are_there() -> None:
 
 def test_arviz_is_only_imported_when_asked_for() -> None:
     code = (
-        "import sys, plausible, plausible.diagnostics, plausible.sampling.summaries, plausible.sampling.verdicts\n"
+        "import sys, plausible, plausible.posteriors.diagnostics, plausible.posteriors.verdicts, plausible.posteriors.draws\n"
         "assert not {'arviz', 'xarray', 'scipy', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

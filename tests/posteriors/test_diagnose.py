@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from plausible.analysis.diagnostics import summary_table
 from plausible.apps.cli import app, runs
 from plausible.apps.report.stored import Evidence
+from plausible.posteriors.diagnostics import summary_table
 
 SHORT = (
     "--set",

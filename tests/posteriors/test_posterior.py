@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.core.draws import LOOPED
 from plausible.core.storage import MemoryDraws
-from plausible.posteriors.base import DrawsPosterior
+from plausible.posteriors import diagnostics
+from plausible.posteriors.draws import DrawsPosterior
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
@@ -80,16 +81,16 @@ def test_weights_functions_and_predictions_use_the_same_draws(draws: int, poster
 def test_fewer_draws_are_taken_without_replacement(posterior: Any) -> None:
     seen = set()
     for seed in range(60):
-        rows = posterior.plan_draws(5, seed)
+        rows = posterior.rows(5, seed)
         assert len(set(rows)) == 5
         assert rows == sorted(rows)
         seen |= set(rows)
     assert seen == set(range(DRAWS))
-    assert posterior.plan_draws(5, 0) != posterior.plan_draws(5, 1)
+    assert posterior.rows(5, 0) != posterior.rows(5, 1)
 
 
 def test_more_draws_are_resampled_evenly(posterior: Any) -> None:
-    rows = torch.tensor(posterior.plan_draws(6000, 3))
+    rows = torch.tensor(posterior.rows(6000, 3))
     counts = torch.bincount(rows, minlength=DRAWS).double()
     expected = 6000 / DRAWS
     assert float(((counts - expected) ** 2 / expected).sum()) < 45  # χ² with 11 degrees of freedom, 5e-6
@@ -153,9 +154,10 @@ def test_bad_batch_sizes_are_refused(size: Any, posterior: Any) -> None:
 
 def test_one_by_one_equals_stacked(posterior: Any) -> None:
     x, _ = _data()
-    looped = DrawsPosterior(posterior.method, posterior.model, posterior.run, posterior.store, posterior.chains)
-    looped._stackable = False
-    torch.testing.assert_close(looped.functions(x), posterior.functions(x), rtol=1e-5, atol=1e-6)
+    stacked = posterior.functions(x)
+    LOOPED.add(posterior.model.network)
+    torch.testing.assert_close(posterior.functions(x), stacked, rtol=1e-5, atol=1e-6)
+    LOOPED.discard(posterior.model.network)
 
 
 def test_networks_that_vmap_cannot_stack_are_evaluated_one_by_one() -> None:
@@ -213,7 +215,7 @@ def test_inputs_of_the_wrong_width_are_refused_at_once_and_change_nothing(poster
         for bad in (torch.randn(5, 3), torch.randn(5)):
             with pytest.raises(ValueError, match="the network could not be run on x: RuntimeError"):
                 ask(bad)
-    assert posterior._stackable  # a mistake in x says nothing about vmap
+    assert posterior.model.network not in LOOPED  # a mistake in x says nothing about vmap
     assert torch.equal(before, posterior.functions(x))
 
 

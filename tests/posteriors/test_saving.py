@@ -23,8 +23,11 @@ from plausible.core.storage import DiskDraws, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, clone, index, stack
 from plausible.engine.method import Method
 from plausible.posteriors import saving
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior, Posterior, kinds, record_of
+from plausible.posteriors.base import Posterior, record_of
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.mixture import MixturePosterior
 from plausible.posteriors.predictive import Draws
+from plausible.posteriors.saving import Content, kinds
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 STEPS = pl.SGLD(epochs=6, batch_size=10, lr=1e-3, burn_in=0.0, thin=1)
@@ -107,7 +110,7 @@ def test_the_folder_holds_safetensors_and_json_alone(saved: Path) -> None:
         with pytest.raises(Exception, match=r"."):
             pickle.loads(file.read_bytes())
     content = json.loads((saved / "posterior.json").read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["library"] == pl.__version__
     assert content["method"]["type"] == "SGLD"
     assert content["method"]["epochs"] == 6
@@ -372,7 +375,7 @@ def test_files_swapped_between_runs_are_noticed(saved: Path, tmp_path: Path) -> 
     [
         lambda text: text.replace('"epochs": 6', '"epochs": 7'),
         lambda text: text.replace('"num_data": 20', '"num_data": 2000'),
-        lambda text: text.replace('"format": 1', '"format": 1, "more": 2'),
+        lambda text: text.replace('"format": 2', '"format": 2, "more": 2'),
     ],
 )
 def test_edited_json_is_noticed(edit: Any, saved: Path) -> None:
@@ -394,7 +397,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "has format 2, written by plausible .* which reads format 1"),
+        ({"format": 1}, "has format 1, written by plausible .* which reads format 2"),
         ({"format": None}, "has format None"),
         ({"kind": "oracle"}, "holds a posterior of unknown kind 'oracle'; it needs a newer plausible"),
         ({"kind": None}, "unknown kind None"),
@@ -410,13 +413,13 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         ({"dtypes": {"0.weight": "load"}}, "is damaged: KeyError: 'load'"),
         ({"weights": 3}, "is damaged"),
         ({"weights": {"0.weight": [7, 2]}}, "does not fit"),
-        ({"shards": []}, "is damaged: it holds no draws"),
-        ({"shards": [{"file": "../posterior.json", "draws": 1, "sha256": ""}]}, "not a plain file name"),
-        ({"shards": [{"file": "/etc/passwd", "draws": 1, "sha256": ""}]}, "not a plain file name"),
-        ({"shards": [{"draws": 1}]}, "is damaged: KeyError"),
+        ({"draws": []}, "is damaged: it holds no draws"),
+        ({"draws": [{"file": "../posterior.json", "draws": 1, "sha256": ""}]}, "not a plain file name"),
+        ({"draws": [{"file": "/etc/passwd", "draws": 1, "sha256": ""}]}, "not a plain file name"),
+        ({"draws": [{"draws": 1}]}, "is damaged: KeyError"),
         ({"fixed_sha256": "0"}, "is damaged or was changed"),
         ({"output_shape": "wide"}, "is damaged|does not fit"),
-        ({"chains": None}, "is damaged: TypeError"),
+        ({"settings": {"chains": None}}, "is damaged: TypeError"),
         ({"run": None}, "is damaged"),
     ],
     ids=str,
@@ -440,12 +443,12 @@ def test_missing_entries_are_damage(saved: Path) -> None:
 
 def test_forged_shards_are_refused(saved: Path) -> None:
     content = storage.read_json(saved / "posterior.json")
-    (shard,) = content["shards"]
+    (shard,) = content["draws"]
     draws = storage.read_tensors(saved / shard["file"], shard["sha256"])
 
     def forge(tensors: Weights, count: int = 12) -> None:
         sha256 = storage.write_tensors(saved / shard["file"], tensors)
-        _reseal(saved, shards=[{"file": shard["file"], "draws": count, "sha256": sha256}])
+        _reseal(saved, draws=[{"file": shard["file"], "draws": count, "sha256": sha256}])
 
     forge({n: v for n, v in draws.items() if n != "3.bias"})
     with pytest.raises(ValueError, match=r"it has nothing for '3.bias', expected shape"):
@@ -580,7 +583,7 @@ def test_a_store_larger_than_memory_allows_stays_on_disk(tmp_path: Path, monkeyp
     posterior.save(tmp_path / "run")
     assert sorted(p.name for p in (tmp_path / "run").glob("draws-*")) == [f"draws-{k:05d}.safetensors" for k in range(3)]
     content = storage.read_json(tmp_path / "run" / "posterior.json")
-    assert [shard["draws"] for shard in content["shards"]] == [5, 5, 2]
+    assert [shard["draws"] for shard in content["draws"]] == [5, 5, 2]
     small = pl.load(tmp_path / "run", _network())
     assert isinstance(small.store, MemoryDraws)
     monkeypatch.setattr(saving, "IN_MEMORY", 11 * size)
@@ -667,37 +670,30 @@ class CloudPosterior(Posterior):
         super().__init__(method, model, run)
         self.centre, self.width = centre, width
 
-    def plan_draws(self, draws: int | None, seed: int) -> tuple[int, int]:
-        return (8 if draws is None else draws), seed
+    def num_draws(self, draws: int | None) -> int:
+        return 8 if draws is None else draws
 
-    def count(self, plan: tuple[int, int]) -> int:
-        return plan[0]
-
-    def _all(self, plan: tuple[int, int]) -> Weights:
-        stream = torch.Generator().manual_seed(plan[1])
+    def _all(self, draws: int | None, seed: int) -> Weights:
+        stream, count = torch.Generator().manual_seed(seed), self.num_draws(draws)
         moving = {n: v for n, v in self.centre.items() if v.is_floating_point()}
-        drawn = {n: v + self.width * torch.randn(plan[0], *v.shape, generator=stream) for n, v in moving.items()}
-        return drawn | {n: v.expand(plan[0], *v.shape) for n, v in self.centre.items() if n not in drawn}
+        drawn = {n: v + self.width * torch.randn(count, *v.shape, generator=stream) for n, v in moving.items()}
+        return drawn | {n: v.expand(count, *v.shape) for n, v in self.centre.items() if n not in drawn}
 
-    def evaluate(self, plan: tuple[int, int], x: Any) -> Draws:
-        drawn = self._all(plan)
-        outputs = torch.stack([self.model.outputs(index(drawn, s), x) for s in range(plan[0])])
+    def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
+        drawn = self._all(draws, seed)
+        outputs = torch.stack([self.model.outputs(index(drawn, s), inputs) for s in range(self.num_draws(draws))])
         return Draws(outputs, self.model.noise(drawn))
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
-        drawn = self._all(self.plan_draws(draws, seed))
+        drawn = self._all(draws, seed)
         return {name: drawn[name] for name in self.model.random}
 
-    def _moved(self, model: pl.Model, device: torch.device) -> CloudPosterior:
-        return CloudPosterior(self.method, model, {**self.run, "history": self.history}, self.centre, self.width)
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        return {"width": self.width, "centre_sha256": storage.write_tensors(folder / "centre.safetensors", self.centre)}
+    def content(self) -> Content:
+        return Content({"centre": self.centre}, {"width": self.width})
 
     @classmethod
-    def _read(cls, folder: Path, content: Any, method: Any, model: pl.Model) -> CloudPosterior:
-        centre = storage.read_tensors(folder / "centre.safetensors", content["centre_sha256"])
-        return cls(method, model, saving.history_of(content["run"]), centre, float(content["width"]))
+    def rebuilt(cls, method: Any, model: pl.Model, run: Any, content: Content) -> CloudPosterior:
+        return cls(method, model, run, dict(content.tensors["centre"]), float(content.settings["width"]))
 
 
 @dataclass(frozen=True)
@@ -749,7 +745,7 @@ def test_an_ensemble_of_another_kind_of_posterior_is_a_mixture(tmp_path: Path) -
     assert _equal(mixture, loaded)
     assert _equal(mixture, loaded.to("cpu"))
     assert loaded.history == mixture.history
-    file = tmp_path / "run" / "part-001" / "centre.safetensors"
+    file = tmp_path / "run" / "part-001" / "tensors.safetensors"
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"part-001.*is damaged"):
         pl.load(tmp_path / "run", _network())

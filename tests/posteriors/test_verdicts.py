@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import plausible as pl
-from plausible.analysis import diagnostics
-from plausible.posteriors.summaries import SummaryTable, function_chains, weight_chains
+from plausible.posteriors import diagnostics
+from plausible.posteriors.diagnostics import SummaryTable, function_chains, weight_chains
 from plausible.posteriors.verdicts import judged
 from tests.helpers.by_hand import CHAINS, DRAWS, draws_of_weights, generator, network, posterior_of
 
@@ -124,7 +124,7 @@ def test_verdicts_need_draws() -> None:
     assert "Nothing can be said about convergence: 3 chains with 1 draw each" in members.verdict()
     fresh = pl.fit(torch.nn.Linear(1, 1), (x, x.clone()), pl.MeanField(epochs=1), progress=False)
     for call in (diagnostics.summary_table, lambda own: own.verdict(), lambda own: own.to_arviz()):
-        with pytest.raises(TypeError, match="a GaussianPosterior has no chains"):
+        with pytest.raises(TypeError, match="a LawPosterior has no chains"):
             call(fresh)
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from plausible.blocks.curvature.tuning import Evidence
-from plausible.posteriors.base import Posterior
+from plausible.core.data import num_rows, take
+from plausible.posteriors.base import Posterior, check_draws
+from plausible.posteriors.predictive import Draws, Predictive
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from plausible.posteriors.predictive import Predictive
 
 __all__ = ["Comparison", "Evidence", "Row", "compare", "log_symmetries", "verdict"]
 
@@ -137,11 +137,7 @@ class Comparison:
         Each model gets its share of the `draws`, to the nearest whole draw; one whose share is less is left out. Models must have
         the same likelihood and outputs.
         """
-        from plausible.core.data import num_rows, take
-        from plausible.posteriors.base import _check_draws
-        from plausible.posteriors.predictive import Draws, Predictive
-
-        if draws is None or (total := _check_draws(draws)) is None:
+        if draws is None or (total := check_draws(draws)) is None:
             raise ValueError("draws must be a whole number of at least 1, which is divided among the models, got None")
         shares = _shares([row.probability for row in self.rows], total)
         parts = {row.name: count for row, count in zip(self.rows, shares) if count}
@@ -153,19 +149,20 @@ class Comparison:
                     f"models with different likelihoods or outputs cannot be averaged: {self.best} has {first.likelihood} of "
                     f"{first.model.output_shape}, {name} {other.likelihood} of {other.model.output_shape}"
                 )
-        planned = [
-            (own := self.posteriors[name], own._inputs(x), own.plan_draws(count, seed + k))
-            for k, (name, count) in enumerate(parts.items())
-        ]
+        chosen = {name: self.posteriors[name] for name in parts}
+        inputs = {name: posterior.inputs(x) for name, posterior in chosen.items()}
 
         def source(rows: slice) -> Draws:
-            found = [own._evaluate_in_parts(plan, take(inputs, rows), None, seed) for own, inputs, plan in planned]
-            device, dtype = found[0].outputs.device, found[0].outputs.dtype
+            drawn = [
+                posterior._evaluated(take(inputs[name], rows), parts[name], seed + k)
+                for k, (name, posterior) in enumerate(chosen.items())
+            ]
+            device, dtype = drawn[0].outputs.device, drawn[0].outputs.dtype
             join = lambda values: torch.cat([value.to(device, dtype) for value in values])  # noqa: E731
-            names = found[0].weights
-            return Draws(join([f.outputs for f in found]), {n: join([f.weights[n] for f in found]) for n in names})
+            names = drawn[0].weights
+            return Draws(join([d.outputs for d in drawn]), {n: join([d.weights[n] for d in drawn]) for n in names})
 
-        count = num_rows(planned[0][1])
+        count = num_rows(next(iter(inputs.values())))
         return Predictive(first.likelihood, source, num_inputs=count, num_draws=total, output_shape=first.model.output_shape)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -316,7 +313,7 @@ def _named(posteriors: Any) -> dict[str, Posterior]:
         if len(found) != len(posteriors):
             raise ValueError(f"posteriors has names that are the same as text: {', '.join(map(repr, posteriors))}")
     elif isinstance(posteriors, Sequence) and not isinstance(posteriors, str):
-        found = {f"{getattr(own, '_method_name', own)} {k}": own for k, own in enumerate(posteriors, start=1)}
+        found = {f"{getattr(own, 'method_name', own)} {k}": own for k, own in enumerate(posteriors, start=1)}
     else:
         raise TypeError(
             f"posteriors must be a mapping of names to posteriors or a list of them, got {type(posteriors).__name__}"
@@ -333,7 +330,7 @@ def _log_evidence(name: str, own: Posterior) -> float:
     value = own.log_evidence
     if value is None:
         raise ValueError(
-            f"{name} has no log_evidence: {own._method_name} estimates none (or it was tempered, pruned, or is part of an "
+            f"{name} has no log_evidence: {own.method_name} estimates none (or it was tempered, pruned, or is part of an "
             "ensemble); use Laplace, SMC, or a variational method such as MeanField, whose bound stands in for it"
         )
     if not math.isfinite(value):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plausible.core import random
 from plausible.core.data import Batch, as_inputs, num_rows, take
+from plausible.core.draws import outputs_of_draws
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.priors import Prior, as_prior
@@ -47,6 +48,7 @@ def prior_predictive(
         network, likelihood, as_prior(prior), example, num_data=1, output=output, device=first.device, check_targets=False
     )
     weights = model.prior.sample(model.initial, random.generator(seed, 11), draws)
+    drawn = lambda first, count: index(weights, slice(first, first + count))  # noqa: E731
     with torch.no_grad():
-        functions = torch.stack([model.outputs({**model.buffers, **index(weights, s)}, inputs) for s in range(draws)])
-    return Predictive.from_functions(functions, likelihood, model.noise(weights))
+        functions, noise = outputs_of_draws(model, drawn, draws, inputs, fixed=model.buffers)
+    return Predictive.from_functions(functions, likelihood, noise)

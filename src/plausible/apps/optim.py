@@ -27,7 +27,7 @@ from plausible.core.weights import clone, select
 if TYPE_CHECKING:
     from plausible.core.likelihoods import Likelihood
     from plausible.methods import Method
-    from plausible.posteriors.gaussian import GaussianPosterior
+    from plausible.posteriors.laws import LawPosterior
 
 __all__ = ["IVON"]
 
@@ -306,7 +306,7 @@ class IVON(torch.optim.Optimizer):
 
     def posterior(
         self, network: nn.Module, data: Any, *, likelihood: Likelihood | None = None, **settings: Any
-    ) -> GaussianPosterior:
+    ) -> LawPosterior:
         """Return q as a `plausible` posterior of `network`: predictions, metrics, decisions, `save`.
 
         `data` are some examples `(x, y)` for shapes and types. The likelihood must have no weights of its own; `settings` are
@@ -315,7 +315,7 @@ class IVON(torch.optim.Optimizer):
         """
         from plausible.core import priors
         from plausible.fitting import _prepare, choose_device
-        from plausible.posteriors.gaussian import GaussianPosterior
+        from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
         held = {id(p): group for group in self.param_groups for p in group["params"]}
         named = {name: p for name, p in network.named_parameters() if id(p) in held and p.requires_grad}
@@ -352,7 +352,7 @@ class IVON(torch.optim.Optimizer):
         points = clone({**select(model.initial, model.points), **model.buffers})
         steps = max((state["step"] for state in self.state.values()), default=0)
         run: dict[str, Any] = {"history": {}, "steps": steps, "seconds": 0.0, "mode": "own loop", "interrupted": False}
-        return GaussianPosterior(method, model, run, means, scales, points, dict.fromkeys(means, "weights"))
+        return LawPosterior(method, model, run, DiagonalGaussian(means, scales, dict.fromkeys(means, "weights")), points)
 
 
 def _as_method(group: Mapping[str, Any]) -> Method:

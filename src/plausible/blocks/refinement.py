@@ -18,6 +18,7 @@ from torch import Tensor
 from plausible.core import random
 from plausible.core import weights as tree
 from plausible.core.data import ArrayData, Batch, Data, StreamData
+from plausible.core.draws import ROWS, at_once
 from plausible.core.model import Model
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, index, num_elements, stack
@@ -154,8 +155,8 @@ def _over_draws(function: Any, weights: Weights, axes: list[Any], batch: Sequenc
 # ---------------------------------------------------------------------------------------------------------------------
 # Draws
 
-ROWS = 2**15
-"""Draws × examples that are evaluated at once."""
+COPIES = 4
+"""How many times more memory an example takes with its gradients and momenta than in a forward pass."""
 
 
 class Guess(NamedTuple):
@@ -184,11 +185,11 @@ class Slopes:
         if not self.whole and isinstance(self.data, StreamData):
             return 1
         rows = 1 if self.whole or self.size is None else self.size
-        return max(1, min(draws, 2**26 // max(1, elements), ROWS // rows))
+        return min(draws, at_once(elements, rows, copies=COPIES))
 
     def __call__(self, count: int, stream: torch.Generator) -> Slope:
         if self.whole:
-            size = max(64, ROWS // count)
+            size = max(64, ROWS // (COPIES * count))
             return slope_of_draws(self.model, self.fixed, lambda: self.data.chunks(size))
         if isinstance(self.data, ArrayData):
             rows = torch.randint(self.data.num_data, (count, self.size or 1), generator=stream)

@@ -53,6 +53,31 @@ def check_network(network: nn.Module) -> None:
         raise ValueError(f"network has parameters on several devices ({', '.join(map(str, devices))}): move it to one")
 
 
+def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
+    """None: where the network is; "auto": the best there is; anything else is checked."""
+    check_network(network)
+    if device is None:
+        first = next(iter(network.parameters()), None)
+        return torch.device("cpu") if first is None else first.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
+        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
+    if chosen.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
+    return chosen
+
+
 def private_copy(network: nn.Module) -> nn.Module:
     """A copy in evaluation mode, so that the user's module is never changed."""
     check_network(network)

@@ -92,9 +92,9 @@ def read_tensors(path: Path, sha256: str) -> Weights:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
-        found = load(content)
+        tensors = load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return {name: found[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
+        return {name: tensors[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
     except (SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
@@ -185,18 +185,15 @@ class MemoryDraws:
         return len(next(iter(self.stacked.values())))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
         return {name: tuple(value.shape[1:]) for name, value in self.stacked.items()}
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
-        """These draws, stacked on a leading axis."""
         if list(rows) == list(range(len(self))):
             return {name: value.to(device) for name, value in self.stacked.items()}
         where = torch.as_tensor(list(rows), device=next(iter(self.stacked.values())).device)
         return {name: value.index_select(0, where).to(device) for name, value in self.stacked.items()}
 
     def shards(self) -> Iterable[Weights]:
-        """All draws as one piece."""
         yield self.stacked
 
 
@@ -224,14 +221,13 @@ class DiskDraws:
             while len(self._cache) >= self.KEPT:
                 self._cache.pop(next(iter(self._cache)))
             shard = self.files[number]
-            found = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
-            if {len(value) if value.ndim else 0 for value in found.values()} != {int(shard["draws"])}:
+            draws = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
+            if {len(value) if value.ndim else 0 for value in draws.values()} != {int(shard["draws"])}:
                 raise ValueError(f"{self.folder / shard['file']} is damaged: expected {shard['draws']} draws of each tensor")
-            self._cache[number] = found
+            self._cache[number] = draws
         return self._cache[number]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
         return {name: tuple(value.shape[1:]) for name, value in self._shard(0).items()}
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
@@ -239,17 +235,17 @@ class DiskDraws:
         rows = list(rows)
         if rows and not 0 <= min(rows) <= max(rows) < len(self):
             raise IndexError(f"draws 0 … {len(self) - 1} are stored, asked for {min(rows)} … {max(rows)}")
-        found: Weights = {}
+        chosen: Weights = {}
         for number, low, high in self._pieces():
             places = [place for place, row in enumerate(rows) if low <= row < high]
             if not places:
                 continue
             where = torch.tensor([rows[place] - low for place in places])
             for name, value in self._shard(number).items():
-                if name not in found:
-                    found[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
-                found[name][places] = value.cpu().index_select(0, where)
-        return {name: value.to(device) for name, value in found.items()}
+                if name not in chosen:
+                    chosen[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+                chosen[name][places] = value.cpu().index_select(0, where)
+        return {name: value.to(device) for name, value in chosen.items()}
 
     def _pieces(self) -> Iterable[tuple[int, int, int]]:
         """Number, first row and end of each shard, the tail last."""
@@ -257,9 +253,89 @@ class DiskDraws:
             yield number, self._starts[number], self._starts[number + 1] if number < len(self.files) else len(self)
 
     def shards(self) -> Iterable[Weights]:
-        """All draws, a shard at a time."""
         for number, _, _ in self._pieces():
             yield self._shard(number)
+
+
+class JoinedDraws:
+    """Several stores one after the other."""
+
+    def __init__(self, parts: Sequence[DrawStore]):
+        self.parts = list(parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.parts[0].shapes()
+
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        rows, pieces, first = list(rows), [], 0
+        order: list[int] = []
+        for part in self.parts:
+            places = [i for i, row in enumerate(rows) if first <= row < first + len(part)]
+            if places:
+                pieces.append(part.get([rows[i] - first for i in places], device))
+                order += places
+            first += len(part)
+        joined = concatenate(pieces)
+        if order == list(range(len(rows))):
+            return joined
+        back = torch.empty(len(order), dtype=torch.int64)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return {name: value[back.to(device)] for name, value in joined.items()}
+
+    def shards(self) -> Iterable[Weights]:
+        for part in self.parts:
+            yield from part.shards()
+
+
+class PrunedDraws:
+    """The draws of another store, 0 where a mask is False: for stores that are too large to be written anew.
+
+    Draw r belongs to chain r mod `chains`; masks of several chains are stacked on a leading axis.
+    """
+
+    def __init__(self, store: DrawStore, masks: Weights, chains: int):
+        self.store, self.masks, self.chains = store, masks, chains
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.store.shapes()
+
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        return self._zeroed(self.store.get(rows, device), rows)
+
+    def shards(self) -> Iterable[Weights]:
+        start = 0
+        for shard in self.store.shards():
+            yield self._zeroed(shard, range(start, start + _length(shard)))
+            start += _length(shard)
+
+    def _zeroed(self, stacked: Weights, rows: Sequence[int]) -> Weights:
+        chain = torch.tensor([row % self.chains for row in rows])
+        zeroed = dict(stacked)
+        for name, mask in self.masks.items():
+            kept = mask if self.chains == 1 else mask[chain.to(mask.device)]
+            zeroed[name] = torch.where(kept.to(stacked[name].device), stacked[name], 0.0)
+        return zeroed
+
+
+def pruned(store: DrawStore, masks: Weights, chains: int) -> DrawStore:
+    """The draws with pruned weights at 0: in memory where they are there, else when they are read."""
+    view = PrunedDraws(store.store if isinstance(store, PrunedDraws) else store, masks, chains)
+    if not isinstance(store, MemoryDraws):
+        return view
+    return MemoryDraws(view.get(range(len(store)), next(iter(store.stacked.values())).device))
+
+
+def moved(store: DrawStore, device: torch.device | str) -> DrawStore:
+    """The store with what it holds in memory on another device; what lies on disk stays there until it is asked for."""
+    if isinstance(store, MemoryDraws):
+        return MemoryDraws({name: value.to(device) for name, value in store.stacked.items()})
+    return JoinedDraws([moved(part, device) for part in store.parts]) if isinstance(store, JoinedDraws) else store
 
 
 class WriterMark(NamedTuple):

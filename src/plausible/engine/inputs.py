@@ -16,7 +16,7 @@ from plausible.core import serialise
 from plausible.core.data import ArrayData, Batch, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
-from plausible.core.networks import Where, check_network
+from plausible.core.networks import Where
 from plausible.core.priors import Prior, as_prior
 from plausible.core.probing import check_inputs
 from plausible.core.weights import Weights
@@ -24,31 +24,6 @@ from plausible.engine.checkpoint import Checkpoint
 from plausible.engine.method import Method
 
 log = logging.getLogger("plausible")
-
-
-def choose_device(network: nn.Module, device: torch.device | str | None) -> torch.device:
-    """None: where the network is; "auto": the best there is; anything else is checked."""
-    check_network(network)
-    if device is None:
-        first = next(iter(network.parameters()), None)
-        return torch.device("cpu") if first is None else first.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
-        )
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
-    if chosen.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
-    return chosen
 
 
 def prepare(

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import plausible
+from plausible._version import __version__
 from plausible.core.data import ArrayData
-from plausible.posteriors.summaries import by_chain, function_chains, stored
+from plausible.posteriors.diagnostics import by_chain, function_chains, stored
 
 NAMES = {
     "acceptance": "acceptance_rate",
@@ -54,22 +54,22 @@ def to_arviz(posterior: Any, x: Any = None) -> Any:
             groups["constant_data"] = {"x": _array(data.batch.x)}
     about = {
         "inference_library": "plausible",
-        "inference_library_version": plausible.__version__,
+        "inference_library_version": __version__,
         "sampling_time": float(posterior.run.get("seconds") or 0.0),
-        "method": posterior._method_name,
+        "method": posterior.method_name,
     }
     return arviz.from_dict(**groups, dims=dims, attrs=about, posterior_attrs=about)
 
 
 def _statistics(known: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """Those of transitions under arviz's names, whole numbers and truth values as such."""
-    found = {NAMES.get(name, name): _array(value) for name, value in known.items()}
+    named = {NAMES.get(name, name): _array(value) for name, value in known.items()}
     if {"log_likelihood", "log_prior"} <= set(known):
-        found["lp"] = _array(known["log_likelihood"] + known["log_prior"])
+        named["lp"] = _array(known["log_likelihood"] + known["log_prior"])
     for name, kind in (("diverging", np.bool_), ("n_steps", np.int64), ("tree_depth", np.int64)):
-        if name in found:
-            found[name] = found[name].astype(kind)
-    return found
+        if name in named:
+            named[name] = named[name].astype(kind)
+    return named
 
 
 def _array(value: Tensor) -> np.ndarray:

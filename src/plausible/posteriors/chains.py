@@ -2,89 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from plausible.core import storage
+from plausible import engine
+from plausible.core import random, serialise
 from plausible.core import weights as tree
 from plausible.core.data import Data
 from plausible.core.model import Model
-from plausible.core.storage import DrawStore, MemoryDraws
+from plausible.core.storage import DrawStore, JoinedDraws
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits
-from plausible.posteriors.base import DrawsPosterior, _check_draws, record_of
+from plausible.posteriors import diagnostics
+from plausible.posteriors.base import check_draws, data_for, record_of
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.saving import Content
 
 if TYPE_CHECKING:
     from plausible.engine.loop import Callback
 
 PREFIX = "chain."  # what names of statistics begin with
-
-
-class Named:
-    """A store of draws seen through a choice of its names: those of the model, or all others, which are statistics."""
-
-    def __init__(self, store: DrawStore, model: Model, statistics: bool):
-        self.store, self.model, self.statistics = store, model, statistics
-
-    def _chosen(self, draws: Mapping[str, Any]) -> dict[str, Any]:
-        known = {*self.model.initial, *self.model.buffers}
-        return {name: value for name, value in draws.items() if (name not in known) == self.statistics}
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
-        return self._chosen(self.store.shapes())
-
-    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
-        """These draws, stacked on a leading axis."""
-        return self._chosen(self.store.get(rows, device))
-
-    def shards(self) -> Iterable[Weights]:
-        """All draws in pieces."""
-        return map(self._chosen, self.store.shards())
-
-
-class Joined:
-    """Several stores one after the other."""
-
-    def __init__(self, parts: Sequence[DrawStore]):
-        self.parts = list(parts)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
-        return self.parts[0].shapes()
-
-    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
-        """These draws, stacked on a leading axis."""
-        rows, found, first = list(rows), [], 0
-        order: list[int] = []
-        for part in self.parts:
-            places = [i for i, row in enumerate(rows) if first <= row < first + len(part)]
-            if places:
-                found.append(part.get([rows[i] - first for i in places], device))
-                order += places
-            first += len(part)
-        joined = tree.concatenate(found)
-        if order == list(range(len(rows))):
-            return joined
-        back = torch.empty(len(order), dtype=torch.int64)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return tree.index(joined, back.to(device))
-
-    def shards(self) -> Iterable[Weights]:
-        """All draws in pieces."""
-        for part in self.parts:
-            yield from part.shards()
 
 
 class ChainsPosterior(DrawsPosterior):
@@ -106,14 +50,13 @@ class ChainsPosterior(DrawsPosterior):
         chains: int,
         state: list[Tensor] | None = None,
     ):
-        super().__init__(method, model, run, Named(store, model, statistics=False), chains)
-        self.everything = store
+        super().__init__(method, model, run, store, chains)
         self.state = state or []
         self.data: Data | None = None
         self.seed = 0
 
     @classmethod
-    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> ChainsPosterior:  # type: ignore[override]
+    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> Self:  # type: ignore[override]
         """From what a run left."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended during warm-up")
@@ -123,14 +66,34 @@ class ChainsPosterior(DrawsPosterior):
         posterior.data, posterior.seed = run.data, run.seed
         return posterior
 
+    def content(self) -> Content:
+        state = {f"{i:04d}": leaf for i, leaf in enumerate(self.state)}
+        fingerprint = self.run.get("data") if self.data is None else self.data.fingerprint()
+        settings = {"chains": self.chains, "seed": self.seed, "data": fingerprint}
+        return Content({"state": state}, settings, self.store)
+
+    @classmethod
+    def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
+        state, settings = content.tensors.get("state", {}), content.settings
+        leaves = [state[name] for name in sorted(state)]
+        posterior = cls(method, model, run, content.stored, int(settings["chains"]), leaves)
+        posterior.seed, posterior.run["data"] = int(settings["seed"]), settings["data"]
+        return posterior
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = super().to(device)
+        moved.data = self.data if moved.device == self.device else None
+        return moved
+
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Of each draw: name → `[chains, draws]`, in float64."""
-        total = len(self.everything) // self.chains * self.chains
-        parts = [tree.to(part, "cpu") for part in Named(self.everything, self.model, statistics=True).shards()]
-        found = tree.index(tree.concatenate(parts), slice(total))
+        total = len(self) // self.chains * self.chains
+        known = {name for name in self.store.shapes() if name not in self.model.initial and name not in self.model.buffers}
+        parts = [{name: value.cpu() for name, value in part.items() if name in known} for part in self.store.shards()]
+        values = {name: value[:total] for name, value in tree.concatenate(parts).items()}
         return {
-            name.removeprefix(PREFIX): value.double().reshape(-1, self.chains).T.contiguous() for name, value in found.items()
+            name.removeprefix(PREFIX): value.double().reshape(-1, self.chains).T.contiguous() for name, value in values.items()
         }
 
     @property
@@ -138,11 +101,6 @@ class ChainsPosterior(DrawsPosterior):
         """Of hierarchical priors, sampled along: name of the group → `[chains, draws]`."""
         prefix = "precision."
         return {name.removeprefix(prefix): v for name, v in self.statistics.items() if name.startswith(prefix)}
-
-    def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
-        """Draws of the random weights, named, stacked on a leading axis."""
-        found = self.store.get(self.plan_draws(_check_draws(draws), seed), self.device)
-        return {name: found[name].clone() for name in self.model.random}
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """How far to trust the chains: `draws`, `chains`, the worst `rhat`, `ess_bulk`, `ess_tail`, `mcse`.
@@ -152,9 +110,7 @@ class ChainsPosterior(DrawsPosterior):
         `acceptance`, `step_size`, `leapfrogs` (gradients a transition), `ebfmi` (the smallest over chains), `saturated`
         (the share of NUTS trees at `max_depth`), each where the kernel has it; `seconds` and `ess_per_second`.
         """
-        from plausible.posteriors.summaries import report
-
-        return report(self, x)
+        return diagnostics.report(self, x)
 
     def extend(
         self,
@@ -165,77 +121,79 @@ class ChainsPosterior(DrawsPosterior):
         progress: bool | None = None,
         checkpoint: Any = None,
         callbacks: Sequence[Callback] = (),
-    ) -> ChainsPosterior:
+    ) -> Self:
         """The same chains, `draws` longer each: the draws so far and the new ones, as one longer run would have given them.
 
         Nothing adapts any more. A loaded posterior needs the `data` (and `mask`) again: the file does not hold them. With a
         `checkpoint` folder the continuation can be killed and resumed.
         """
-        from plausible.fitting import continue_chains
-
         if draws is None:
             raise ValueError("draws must be a whole number of at least 1, got None")
-        method = _Continued(self.method, self._state(), _check_draws(draws) or 1)
-        new = continue_chains(self, method, data, mask=mask, progress=progress, checkpoint=checkpoint, callbacks=callbacks)
+        if not self.state:
+            raise ValueError("this posterior holds no state of its chains, so they cannot go on: fit again with more draws")
+        method = _Continued(self.method, self.state, check_draws(draws) or 1)
+        seed = random.key(self.seed, 13, int(self.run.get("steps", 0)))[1].item()
+        with torch.inference_mode(False), random.isolated(int(seed), self.device):
+            rows = self._data(data, mask)
+            options = engine.Options(
+                seed=self.seed,
+                compile=self.run.get("compile", "auto"),
+                progress=progress,
+                callbacks=tuple(callbacks),
+                checkpoint=engine.Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint,
+                identity=self._identity(method, rows),
+            )
+            model, run, fitted = engine.run(method, self.model, rows, options)
+        if fitted.draws is None:
+            raise KeyboardInterrupt("stopped before the first new draw was kept")
+        if fitted.interrupted:
+            warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=2)
+        new = method.posterior(model, run, fitted)
         new.run["seconds"] = new.run.get("seconds", 0.0) + self.run.get("seconds", 0.0)
         new.run["steps"] = new.run.get("steps", 0) + self.run.get("steps", 0)
         new.history = {name: self.history.get(name, []) + values for name, values in new.history.items()}
-        new.everything = Joined([self.everything, new.everything])
-        new.store = Named(new.everything, self.model, statistics=False)
-        new.method = _with_draws(self.method, len(new.store) // self.chains)
+        new.store = JoinedDraws([self.store, new.store])
+        new.method = _with_draws(self.method, len(new) // self.chains)
         return new
 
-    def _state(self) -> list[Tensor]:
-        if not self.state:
-            raise ValueError("this posterior holds no state of its chains, so they cannot go on: fit again with more draws")
-        return self.state
+    def _data(self, data: Any, mask: Any) -> Data:
+        """The data to go on with: those of the run, or the same ones given again."""
+        if data is None:
+            if self.data is None:
+                raise ValueError(
+                    "this posterior was loaded or moved and does not hold the data: pass them again, extend(draws, data=(x, y))"
+                )
+            return self.data
+        given = data_for(self.model, data, mask)
+        before = self.run.get("data") or (self.data and self.data.fingerprint())
+        if given.num_data != self.model.num_data or before not in (None, given.fingerprint()):
+            raise ValueError("data are not those that these chains were fitted to: they cannot go on; fit anew")
+        return given
 
-    def _masked(self, masks: Weights) -> ChainsPosterior:
-        pruned = super()._masked(masks)
-        pruned.everything, pruned.state = pruned.store, []
-        return pruned
-
-    def _status(self, name: str) -> str:
-        return "held at its value" if name in self.model.points else super()._status(name)
-
-    def _moved(self, model: Model, device: torch.device) -> ChainsPosterior:
-        store = self.everything
-        if isinstance(store, MemoryDraws):
-            store = MemoryDraws(tree.to(store.stacked, device))
-        moved = ChainsPosterior(
-            self.method, model, {**self.run, "history": self.history}, store, self.chains, tree.to(self.state, device)
-        )
-        moved.seed = self.seed
-        moved.data = self.data if device == self.device else None
-        return moved
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        from plausible.posteriors.saving import write_shards
-
-        named = {f"{i:04d}": leaf for i, leaf in enumerate(self.state)}
-        sha256 = storage.write_tensors(folder / "chains.safetensors", named) if named else ""
+    def _identity(self, method: _Continued, data: Data) -> dict[str, Any]:
+        """What must agree for a checkpoint to be that of this continuation; the state says all about the network."""
+        digest = hashlib.blake2b(digest_size=8)
+        for leaf in method.state:
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {
-            "shards": write_shards(folder, self.everything),
-            "chains": self.chains,
-            "state_sha256": sha256,
+            "method": serialise.encode(self.method, strict=False),
+            "likelihood": serialise.encode(self.model.likelihood, strict=False),
+            "prior": serialise.encode(self.model.prior, strict=False),
+            "temperature": self.model.temperature,
+            "state": digest.hexdigest(),
+            "more": method.more,
             "seed": self.seed,
-            "data": None if self.data is None else self.data.fingerprint(),
+            "data": data.fingerprint(),
+            "device": self.device.type,
         }
 
-    @classmethod
-    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> ChainsPosterior:
-        from plausible.posteriors.saving import history_of, read_shards
+    def masked(self, masks: Weights) -> Self:
+        pruned = super().masked(masks)
+        pruned.state = []  # chains of the weights that are left would be others
+        return pruned
 
-        store = read_shards(folder, content["shards"], model)
-        state: list[Tensor] = []
-        if content.get("state_sha256"):
-            found = storage.read_tensors(folder / "chains.safetensors", content["state_sha256"])
-            device = next(iter(model.initial.values())).device
-            state = [found[name].to(device) for name in sorted(found)]
-        posterior = cls(method, model, history_of(content["run"]), store, int(content["chains"]), state)
-        posterior.seed = int(content.get("seed", 0))
-        posterior.run["data"] = content.get("data")
-        return posterior
+    def status(self, name: str) -> str:
+        return "held at its value" if name in self.model.points else super().status(name)
 
 
 def _with_draws(method: Any, draws: int) -> Any:
@@ -258,7 +216,9 @@ class _Continued(Method):
         """`more` draws, the first after what is missing to it where the run was stopped between two."""
         plan = self.method.plan(num_data)
         since = (int(self.state[-1]) - plan.burn_in) % plan.thin  # a state ends with the number of its transitions
-        return Plan(steps=self.more * plan.thin - since, per_epoch=1, batch_size=None, burn_in=-since, thin=plan.thin)
+        return Plan(
+            steps=self.more * plan.thin - since, per_epoch=1, batch_size=None, burn_in=-since, thin=plan.thin, unit=plan.unit
+        )
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
         return self.method.prepare(model, run)
@@ -282,6 +242,6 @@ class _Continued(Method):
     def caption(self, state: Any) -> str | None:
         return self.method.caption(state)
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> ChainsPosterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Any:
         """Of the new draws alone."""
         return self.method.posterior(model, run, fitted)

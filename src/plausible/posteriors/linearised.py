@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,123 +20,198 @@ from plausible.blocks.curvature.low_rank import projected
 from plausible.blocks.curvature.structures import Curvature
 from plausible.blocks.curvature.tuning import Evidence, gaussian_log_prior
 from plausible.blocks.variational import expected_log_prior
-from plausible.core import random, storage
+from plausible.core import random
 from plausible.core import weights as tree
 from plausible.core.data import num_rows, take
+from plausible.core.draws import at_once
 from plausible.core.model import Model
 from plausible.core.priors import FanIn, Gaussian, Prior
 from plausible.core.weights import Weights
-from plausible.posteriors.base import _check_draws, _running
-from plausible.posteriors.fresh import DRAWS, FreshDraws
+from plausible.posteriors.base import naming_x
 from plausible.posteriors.gaussian_predictive import GaussianPredictive
+from plausible.posteriors.laws import DRAWS, Law, LawPosterior
 from plausible.posteriors.predictive import Draws, Predictive
+from plausible.posteriors.pruning import zeroed
+from plausible.posteriors.saving import Content
 
+PREDICTIVES = ("linearised", "probit", "bridge", "sampled")
 MANY_OUTPUTS = 256
 """Outputs of an input from which their covariances are left out where variances can be had without them."""
 
 
-class LaplacePosterior(FreshDraws):
-    """N(w*, Λ⁻¹) with Λ = s·H + diag(τ): `means` w*, `curvature` H, `precision` τ by name, `scale` s.
+class CurvedGaussian(Law):
+    """N(w*, Λ⁻¹) with Λ = s·H + diag(τ): `means` w*, `curvature` H, `precision` τ by name, `scale` s."""
 
-    Functions are those of the linearised network, f(x; w*) + J(x)(w − w*), or with `predictive="sampled"` of the network itself.
-    `predict(x)` is then in closed form; with `draws` it is the mixture over that many functions.
-    """
+    kind = "curved"
 
-    kind = "laplace"
-
-    def __init__(
-        self,
-        method: Any,
-        model: Model,
-        run: Mapping[str, Any],
-        means: Weights,
-        points: Weights,
-        curvature: Curvature,
-        precision: Weights,
-        scale: float,
-        predictive: str,
-        evidence: Evidence | None = None,
-        report: Mapping[str, Any] | None = None,
-    ):
-        super().__init__(method, model, run)
-        self.means, self.points, self.curvature, self.precision = means, points, curvature, precision
-        self.scale, self.predictive = scale, predictive
-        self.evidence = evidence
-        self.report = dict(report or {})
-        self.log_evidence = None if evidence is None else float(evidence.total)
-        self._at: Linearisation | None = None
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Weights
+    def __init__(self, means: Weights, curvature: Curvature, precision: Weights, scale: float):
+        self.means, self.curvature, self.precision, self.scale = means, curvature, precision, scale
+        self.settings = {"structure": curvature.structure, "blocks": curvature.describe(), "scale": scale}
+        self.independent = curvature.structure == "diag"
 
     @property
-    def _factor(self) -> Tensor:
+    def tensors(self) -> dict[str, Weights]:
+        factors = {name: value.contiguous() for name, value in self.curvature.tensors().items()}
+        return {"mean": self.means, "precision": self.precision, "curvature": factors}
+
+    @classmethod
+    def rebuilt(cls, method: Any, model: Model, content: Content) -> Self:  # noqa: ARG003
+        settings = content.settings
+        means = content.group("mean", tree.select(model.initial, model.random))
+        curvature = Curvature.restored(str(settings["structure"]), settings["blocks"], content.tensors["curvature"])
+        return cls(means, curvature, content.tensors["precision"], float(settings["scale"]))
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(tree.to(self.means, device), self.curvature.to(device), tree.to(self.precision, device), self.scale)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """s, as a tensor."""
         first = next(iter(self.means.values()))
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
     @cached_property
+    @torch.no_grad()
     def scales(self) -> Weights:  # type: ignore[override]
-        """Standard deviations of the weights, by name."""
-        with torch.no_grad():
-            found = {n: v.clamp(min=0).sqrt() for n, v in self.curvature.variances(self.precision, self._factor).items()}
-        return self._kept({name: found[name] for name in self.means})
+        variances = self.curvature.variances(self.precision, self.factor)
+        return {name: variances[name].clamp(min=0).sqrt() for name in self.means}
 
-    def _sampled(self, first: int, count: int, seed: int) -> Weights:
-        """Draws number first … first+count−1, stacked, with the points beside them."""
-        sizes = [mean.numel() for mean in self.means.values()]
-        noise = self._noise(first, count, seed, sum(sizes), next(iter(self.means.values())))
-        parts = noise.split_with_sizes(sizes, dim=1)
-        xi = {n: part.reshape(count, *m.shape).to(m) for (n, m), part in zip(self.means.items(), parts)}
-        with torch.no_grad():
-            moved = self.curvature.draw(xi, self.precision, self._factor)
-        drawn = self._kept({name: mean + moved[name] for name, mean in self.means.items()})
-        return drawn | {name: value.expand(count, *value.shape) for name, value in self.points.items()}
+    @cached_property
+    def noise(self) -> Tensor:
+        return next(iter(self.means.values())).new_empty(1).expand(tree.num_elements(self.means))
+
+    @torch.no_grad()
+    def sample(self, noise: Tensor, first: int) -> Weights:  # noqa: ARG002
+        parts = noise.split_with_sizes([mean.numel() for mean in self.means.values()], dim=1)
+        standard = {n: part.reshape(len(part), *m.shape).to(m) for (n, m), part in zip(self.means.items(), parts)}
+        moves = self.curvature.draw(standard, self.precision, self.factor)
+        return {name: mean + moves[name] for name, mean in self.means.items()}
+
+    def log_density(self, weights: Weights) -> Tensor:
+        away = {name: weights[name] - mean for name, mean in self.means.items()}
+        product = self.precision_product(away)
+        square = torch.stack([(away[name] * product[name]).sum() for name in away]).sum()
+        return 0.5 * (self.precision_log_det - square - self.curvature.chosen * math.log(2 * math.pi))
 
     def precision_product(self, vectors: Weights) -> Weights:
-        """Λv for one set of weights, without a leading axis: the curvature of −log of this posterior."""
+        """Λv for one set of weights, without a leading axis: the curvature of −log of this density."""
         lead = {name: value[None] for name, value in vectors.items()}
-        return {n: v[0] for n, v in self.curvature.product(lead, self.precision, self._factor).items()}
+        return {n: v[0] for n, v in self.curvature.product(lead, self.precision, self.factor).items()}
 
     @property
+    @torch.no_grad()
     def precision_log_det(self) -> Tensor:
         """Log det Λ: 0-d, in float64."""
-        with torch.no_grad():
-            return self.curvature.log_det(self.precision, self._factor)
+        return self.curvature.log_det(self.precision, self.factor)
 
-    def kl(self, samples: int = 1000, seed: int = 0) -> float:
-        """KL(q ‖ p) against the prior, in nats: −H(q) − E_q log p, where the prior has no closed form over `samples` draws.
+    def random_elements(self) -> Weights:
+        """Masks of a subnetwork; empty where all elements are random."""
+        if not any(isinstance(block, Subset) for block in self.curvature.blocks):
+            return {}
+        return {name: scale > 0 for name, scale in self.scales.items()}
+
+    def kl(self, prior: Prior, masks: Weights, samples: int = 1000, seed: int = 0) -> float:
+        """−H(q) − E_q log p, where the prior has no closed form over `samples` draws.
 
         Elements that are points (pruned, or outside a subnetwork) are left out.
         """
-        wide = {name: mean.double() for name, mean in self.means.items()}
-        scales = {name: scale.double() for name, scale in self.scales.items()}
+        wide = {name: mean.double() for name, mean in zeroed(self.means, masks).items()}
+        scales = {name: scale.double() for name, scale in zeroed(self.scales, masks).items()}
         free = {name: scale > 0 for name, scale in scales.items()}
-        if all(gaussian_rule(self.model.prior, name) for name in wide):
+        log_det = float(self.precision_log_det)
+        entropy = 0.5 * self.curvature.chosen * (1 + math.log(2 * math.pi)) - 0.5 * log_det
+        if all(gaussian_rule(prior, name) for name in wide):
             tau = {name: value.double() / self.scale for name, value in self.precision.items()}
-            residuals = {name: mean - centre(self.model, name) for name, mean in wide.items()}
+            residuals = {name: mean - rule_centre(prior, name, mean) for name, mean in wide.items()}
             spread = sum(0.5 * (tau[n] * s.square()).sum() for n, s in scales.items())
-            return float(-self._entropy() - (gaussian_log_prior(residuals, tau, free) - spread))
-        closed, rest = expected_log_prior(self.model.prior, wide, {n: s.clamp(min=1e-150) for n, s in scales.items()})
+            return float(-entropy - (gaussian_log_prior(residuals, tau, free) - spread))
+        closed, rest = expected_log_prior(prior, wide, {n: s.clamp(min=1e-150) for n, s in scales.items()})
         for name in (n for n in free if n not in rest and not bool(free[n].all())):
-            closed = closed - self.model.prior.elementwise(name, wide[name])[~free[name]].sum()
-        if rest and any(not getattr(self.model.prior.rule(name), "independent", True) for name in rest):
-            whole = self.weights(samples, seed)
-            each = torch.func.vmap(lambda w: self.model.prior.log_prob(w))(tree.select(whole, rest))
+            closed = closed - prior.elementwise(name, wide[name])[~free[name]].sum()
+        if rest and any(not getattr(prior.rule(name), "independent", True) for name in rest):
+            whole = zeroed(self.draws(0, samples, seed), masks)
+            each = torch.func.vmap(lambda w: prior.log_prob(w))(tree.select(whole, rest))
             closed = closed + each.double().mean()
         elif rest:
             stream = random.generator(seed, 11)
             for _ in range(samples):
                 for n in rest:
                     noise = torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n])
-                    each = self.model.prior.elementwise(n, wide[n] + scales[n] * noise)
+                    each = prior.elementwise(n, wide[n] + scales[n] * noise)
                     closed = closed + each[free[n]].sum() / samples
-        return float(-self._entropy() - closed)
+        return float(-entropy - closed)
 
-    def _entropy(self) -> float:
-        """H(q), in nats."""
-        with torch.no_grad():
-            log_det = float(self.curvature.log_det(self.precision, self._factor))
-        return 0.5 * self.curvature.chosen * (1 + math.log(2 * math.pi)) - 0.5 * log_det
+    def status(self, name: str) -> str:
+        words = {"diagonal": "diagonal", "dense": "full covariance", "kronecker": "Kronecker factors"}
+        words |= {"low-rank": "low rank", "subset": "subnetwork"}
+        block = next((b for b in self.curvature.blocks if name in b.names), None)
+        return "inferred" if block is None else f"inferred, {words[block.kind]}"
+
+
+class LaplacePosterior(LawPosterior):
+    """The Gaussian around a mode, seen through the linearised network.
+
+    Functions are f(x; w*) + J(x)(w − w*), or with `predictive="sampled"` those of the network itself. `predict(x)` is then in
+    closed form; with `draws` it is the mixture over that many functions. `evidence` takes log p(D) apart, `report` says how near
+    the mode the weights are.
+    """
+
+    kind = "laplace"
+    law: CurvedGaussian
+
+    def __init__(
+        self,
+        method: Any,
+        model: Model,
+        run: Mapping[str, Any],
+        law: CurvedGaussian,
+        points: Weights,
+        predictive: str,
+        evidence: Evidence | None = None,
+        report: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(method, model, run, law, points)
+        self.predictive, self.evidence, self.report = predictive, evidence, dict(report or {})
+        self.log_evidence = None if evidence is None else float(evidence.total)
+        self._at: Linearisation | None = None
+
+    def content(self) -> Content:
+        plain = super().content()
+        evidence = None if self.evidence is None else [float(v) for v in self.evidence]
+        return replace(
+            plain, settings={**plain.settings, "predictive": self.predictive, "report": self.report, "evidence": evidence}
+        )
+
+    @classmethod
+    def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
+        plain, settings = LawPosterior.rebuilt(method, model, run, content), content.settings
+        evidence = settings["evidence"]
+        parts = None if evidence is None else Evidence(*(torch.tensor(v, dtype=torch.float64) for v in evidence))
+        law: Any = plain.law
+        return cls(method, model, run, law, plain.points, str(settings["predictive"]), parts, settings["report"])
+
+    @property
+    def curvature(self) -> Curvature:
+        return self.law.curvature
+
+    @property
+    def precision(self) -> Weights:
+        """τ of the prior, by name."""
+        return self.law.precision
+
+    @property
+    def scale(self) -> float:
+        """What the curvature of the likelihood is multiplied by: 1, or 1/temperature."""
+        return self.law.scale
+
+    def precision_product(self, vectors: Weights) -> Weights:
+        """Λv for one set of weights, without a leading axis: the curvature of −log of this posterior."""
+        return self.law.precision_product(vectors)
+
+    @property
+    def precision_log_det(self) -> Tensor:
+        """Log det Λ: 0-d, in float64."""
+        return self.law.precision_log_det
 
     # -----------------------------------------------------------------------------------------------------------------
     # Functions
@@ -148,8 +223,6 @@ class LaplacePosterior(FreshDraws):
 
     def with_predictive(self, predictive: str) -> LaplacePosterior:
         """The same Gaussian over the weights, seen by another of the predictives "linearised", "probit", "bridge" and "sampled"."""
-        from plausible.methods.laplace.laplace import PREDICTIVES
-
         if predictive not in PREDICTIVES:
             known = ", ".join(map(repr, PREDICTIVES))
             raise ValueError(f"predictive must be one of {known}, got {predictive!r}")
@@ -162,30 +235,25 @@ class LaplacePosterior(FreshDraws):
             self._at = Linearisation(self.model, {**self.means, **self.points}, take(x, slice(0, 3)))
         return self._at
 
-    def _evaluate_in_parts(self, plan: tuple[int, int], inputs: Any, batch_size: int | None, seed: int) -> Draws:
+    def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
         """Draws of the linearised network by products J·(w − w*); those of the network itself as every law over weights."""
         if not self.linearised:
-            return super()._evaluate_in_parts(plan, inputs, batch_size, seed)
-        total, stream = plan
-        rows = num_rows(inputs)
-        elements = max(1, sum(mean.numel() for mean in self.means.values()))
-        at = _running(lambda: self._linearisation(inputs))
-        columns = math.prod(self.model.output_shape)
-        size = batch_size or choose_chunk(at, columns, self.device)
-        step = max(1, min(total, 2**26 // elements))
+            return super().evaluate(inputs, draws, seed, batch_size)
+        total, rows, means = self.num_draws(draws), num_rows(inputs), self.means
+        at = self._linearisation(inputs)
+        size = batch_size or choose_chunk(at, math.prod(self.model.output_shape), self.device)
+        step = at_once(tree.num_elements(means))
         blocks = []
         for first in range(0, total, step):
-            drawn = self._sampled(first, min(step, total - first), stream)
-            blocks.append({name: drawn[name] - mean for name, mean in self.means.items()})
+            drawn = self.kept(self.law.draws(first, min(step, total - first), seed))
+            blocks.append({name: drawn[name] - mean for name, mean in means.items()})
         outputs: Tensor | None = None
-        with torch.no_grad(), random.isolated(seed, self.device):
-            for start in range(0, rows, size):
-                x = take(inputs, slice(start, start + size))
-                f, found = _running(lambda x=x: self._along(at, x, blocks))  # type: ignore[misc]
-                self._check_shape(f.shape[1:])
-                if outputs is None:
-                    outputs = f.new_empty(total, rows, *f.shape[1:])
-                outputs[:, start : start + size] = f + found.reshape(total, *f.shape)
+        for start in range(0, rows, size):
+            f, moved = self._along(at, take(inputs, slice(start, start + size)), blocks)
+            self.check_shape(f.shape[1:])
+            if outputs is None:
+                outputs = f.new_empty(total, rows, *f.shape[1:])
+            outputs[:, start : start + size] = f + moved.reshape(total, *f.shape)
         assert outputs is not None
         noise = {name: self.points[name] for name in self.model.likelihood_names}
         return Draws(outputs, {name: value.expand(total, *value.shape) for name, value in noise.items()})
@@ -194,19 +262,18 @@ class LaplacePosterior(FreshDraws):
         """f(x; w*) [B, *O] and J(x)δ for all δ: [S, B, O]."""
         with torch.enable_grad():
             f, parts = at(x, unit_columns)
-        found = []
+        along = []
         for moved in blocks:
             each = [projected(part, moved) for part in parts]  # [S, K, B]
-            found.append(torch.stack(each).sum(0).transpose(1, 2))
-        return f, torch.cat(found)
+            along.append(torch.stack(each).sum(0).transpose(1, 2))
+        return f, torch.cat(along)
 
     def moments(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, *outputs] and covariance [N, P, P] of f(x), over the P outputs of each input.
 
         Of a last layer with more than 256 outputs variances [N, *outputs] alone.
         """
-        inputs = self._inputs(x)
-        return self._moments(inputs)
+        return self._moments(self.inputs(x))
 
     def _moments(self, inputs: Any) -> tuple[Tensor, Tensor]:
         at = self._linearisation(inputs)
@@ -222,9 +289,9 @@ class LaplacePosterior(FreshDraws):
                 if many:
                     block = self.curvature.blocks
                     c = parts[0].columns[:, 0, 0]
-                    covariances.append(_final_variances(block, c, self.precision, self._factor))
+                    covariances.append(_final_variances(block, c, self.precision, self.law.factor))
                 else:
-                    covariances.append(self.curvature.covariance(parts, self.precision, self._factor))
+                    covariances.append(self.curvature.covariance(parts, self.precision, self.law.factor))
             means.append(f)
         return torch.cat(means), torch.cat(covariances)
 
@@ -236,18 +303,20 @@ class LaplacePosterior(FreshDraws):
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""
         if not self.linearised or draws is not None:
             return super().predict(x, draws, seed, batch_size)
-        _check_draws(draws)
-        inputs = self._inputs(x)
-        self._try(inputs)
-        plan = self.plan_draws(None, seed)
+        inputs, _ = self._asked(x, draws, batch_size)
+
+        def moments(rows: slice) -> tuple[Tensor, Tensor]:
+            with naming_x():
+                return self._moments(take(inputs, rows))
+
         return GaussianPredictive(
             self.likelihood,
-            lambda rows: _running(lambda: self._moments(take(inputs, rows))),
+            moments,
             num_inputs=num_rows(inputs),
             output_shape=self.model.output_shape,
             noise={name: self.points[name] for name in self.model.likelihood_names},
             way="integral" if self.predictive == "linearised" else self.predictive,  # type: ignore[arg-type]
-            draws=lambda rows: self._evaluate_in_parts(plan, take(inputs, rows), batch_size, seed),
+            draws=lambda rows: self._evaluated(take(inputs, rows), None, seed, batch_size),
             num_draws=DRAWS,
             seed=seed,
         )
@@ -264,19 +333,13 @@ class LaplacePosterior(FreshDraws):
             raise ValueError("this posterior has no evidence: it was tempered")
         if not all(gaussian_rule(self.model.prior, name) for name in self.means):
             raise ValueError(f"log_marginal is for Gaussian priors, which have precisions; this one is {self.model.prior}")
-        tau = dict(self.precision if precision is None else precision)
-        if set(tau) != set(self.means):
-            raise ValueError(f"precision must be given for the weights {', '.join(self.means)}, got {', '.join(tau)}")
-        residuals = {n: m - centre(self.model, n) for n, m in self.means.items()}
-        prior = gaussian_log_prior(residuals, tau, self._random_elements())
-        volume = 0.5 * self.curvature.chosen * math.log(2 * math.pi) - 0.5 * self.curvature.log_det(tau, self._factor)
+        tau, means = dict(self.precision if precision is None else precision), self.means
+        if set(tau) != set(means):
+            raise ValueError(f"precision must be given for the weights {', '.join(means)}, got {', '.join(tau)}")
+        residuals = {n: m - centre(self.model, n) for n, m in means.items()}
+        prior = gaussian_log_prior(residuals, tau, self.law.random_elements())
+        volume = 0.5 * self.curvature.chosen * math.log(2 * math.pi) - 0.5 * self.curvature.log_det(tau, self.law.factor)
         return self.evidence.log_likelihood.to(prior) + prior + volume
-
-    def _random_elements(self) -> Weights:
-        """Masks of a subnetwork; empty where all elements are random."""
-        if not any(isinstance(block, Subset) for block in self.curvature.blocks):
-            return {}
-        return {name: scale > 0 for name, scale in self.scales.items()}
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """Also `gradient_norm` of the log joint at the mode, `distance`: how far from it, in posterior deviations, and `columns`.
@@ -288,86 +351,9 @@ class LaplacePosterior(FreshDraws):
     @cached_property
     def effective(self) -> float:
         """How many weights the data, and not the prior, determine: Σ 1 − τ_i (Λ⁻¹)_ii (MacKay 1992)."""
-        masks = self._random_elements()
+        masks = self.law.random_elements()
         each = {n: 1 - self.precision[n] * s.square() for n, s in self.scales.items()}
         return sum(float((v[masks[n]] if n in masks else v).double().sum()) for n, v in each.items())
-
-    def _status(self, name: str) -> str:
-        block = next((b for b in self.curvature.blocks if name in b.names), None)
-        if block is None:
-            return super()._status(name)
-        words = {
-            "diagonal": "diagonal",
-            "dense": "full covariance",
-            "kronecker": "Kronecker factors",
-            "low-rank": "low rank",
-            "subset": "subnetwork",
-        }
-        return f"inferred, {words[block.kind]}"
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _moved(self, model: Model, device: torch.device) -> LaplacePosterior:
-        means, points, precision = (tree.to(part, device) for part in (self.means, self.points, self.precision))
-        return LaplacePosterior(
-            self.method,
-            model,
-            {**self.run, "history": self.history},
-            means,
-            points,
-            self.curvature.to(device),
-            precision,
-            self.scale,
-            self.predictive,
-            self.evidence,
-            self.report,
-        )
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        named = {f"mean.{n}": v for n, v in self.means.items()} | {f"point.{n}": v for n, v in self.points.items()}
-        named |= {f"precision.{n}": v for n, v in self.precision.items()}
-        named |= {f"curvature.{n}": v.contiguous() for n, v in self.curvature.tensors().items()}
-        return {
-            "laplace_sha256": storage.write_tensors(folder / "laplace.safetensors", named),
-            "structure": self.curvature.structure,
-            "blocks": self.curvature.describe(),
-            "scale": self.scale,
-            "predictive": self.predictive,
-            "report": self.report,
-            "evidence": None if self.evidence is None else [float(v) for v in self.evidence],
-        }
-
-    @classmethod
-    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> LaplacePosterior:
-        from plausible.posteriors.saving import history_of
-
-        path = folder / "laplace.safetensors"
-        found = storage.read_tensors(path, content["laplace_sha256"])
-        device = next(iter(model.initial.values())).device
-        parts: dict[str, dict[str, Tensor]] = {"mean": {}, "point": {}, "precision": {}, "curvature": {}}
-        for key, value in found.items():
-            part, _, name = key.partition(".")
-            parts[part][name] = value.to(device)
-        expected = {**model.initial, **model.buffers}
-        for part, names in (("mean", model.random), ("point", (*model.points, *model.buffers))):
-            for name in names:
-                if name not in parts[part] or parts[part][name].shape != expected[name].shape:
-                    raise ValueError(f"{path} does not fit posterior.json: {part} of {name!r} is missing or has another shape")
-        curvature = Curvature.restored(str(content["structure"]), content["blocks"], parts["curvature"])
-        evidence = content.get("evidence")
-        return cls(
-            method,
-            model,
-            history_of(content["run"]),
-            {n: parts["mean"][n] for n in model.random},
-            {n: parts["point"][n] for n in (*model.points, *model.buffers)},
-            curvature,
-            parts["precision"],
-            float(content["scale"]),
-            str(content["predictive"]),
-            None if evidence is None else Evidence(*(torch.tensor(v, dtype=torch.float64) for v in evidence)),
-            content.get("report") or {},
-        )
 
 
 def unit_columns(f: Tensor) -> Tensor:

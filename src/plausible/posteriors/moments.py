@@ -10,10 +10,8 @@ from torch import Tensor
 from plausible.blocks.moments.expectations import located, noise_variance
 from plausible.blocks.moments.gaussians import Moments, Weight
 from plausible.blocks.moments.networks import Network, chain, propagate
-from plausible.core import weights as tree
 from plausible.core.data import num_rows, take
-from plausible.core.model import Model
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.laws import LawPosterior
 
 ROWS = 1024
 """Inputs at a time: a covariance of wide layers takes as many D × D numbers."""
@@ -28,11 +26,10 @@ class PredictiveMoments(NamedTuple):
 
     @property
     def variance(self) -> Tensor:
-        """[N, K]."""
         return self.epistemic + self.aleatoric
 
 
-class MomentsPosterior(GaussianPosterior):
+class MomentsPosterior(LawPosterior):
     """q(w) = Π N(w_i; μ_i, σ_i²) with moments of f(x) in closed form: `moments`, `predictive_moments`.
 
     `functions` and `predict` use draws of the weights, as everywhere.
@@ -51,17 +48,17 @@ class MomentsPosterior(GaussianPosterior):
         a log variance ℓ); for other likelihoods use `predict`.
         """
         noise = self._likelihood_weights()
-        found = [(*located(self.likelihood, f), noise_variance(self.likelihood, f, noise)) for f in self._propagated(x)]
-        return PredictiveMoments(*(torch.cat(parts) for parts in zip(*found)))
+        parts = [(*located(self.likelihood, f), noise_variance(self.likelihood, f, noise)) for f in self._propagated(x)]
+        return PredictiveMoments(*(torch.cat(each) for each in zip(*parts)))
 
     def _likelihood_weights(self) -> dict[str, Weight]:
-        names = self.model.likelihood_names
-        return {n: Weight(self.means[n], self.scales[n] ** 2) if n in self.means else Weight(self.points[n]) for n in names}
+        means, scales, names = self.means, self.scales, self.model.likelihood_names
+        return {n: Weight(means[n], scales[n] ** 2) if n in means else Weight(self.points[n]) for n in names}
 
     def _propagated(self, x: Any) -> list[Moments]:
-        inputs = self._inputs(x)
+        inputs = self.inputs(x)
         variances = {name: scale * scale for name, scale in self.scales.items()}
-        layers = chain(self.model.network, self._method_name)
+        layers = chain(self.model.network, self.method_name)
         network = Network(layers, {**self.points, **self.means}, variances, self.points)
         full, terms = getattr(self.method, "covariance", "full") == "full", getattr(self.method, "terms", 4)
         with torch.no_grad():
@@ -69,8 +66,3 @@ class MomentsPosterior(GaussianPosterior):
                 propagate(network, take(inputs, slice(start, start + ROWS)), full=full, terms=terms)[0]
                 for start in range(0, num_rows(inputs), ROWS)
             ]
-
-    def _moved(self, model: Model, device: torch.device) -> MomentsPosterior:
-        means, scales, points = (tree.to(part, device) for part in (self.means, self.scales, self.points))
-        run = {**self.run, "history": self.history}
-        return type(self)(self.method, model, run, means, scales, points, self.ways)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Self
 
 from plausible.blocks.chains.tempering import log_ratio
-from plausible.core import weights as tree
 from plausible.core.model import Model
-from plausible.core.storage import MemoryDraws
-from plausible.posteriors.base import DrawsPosterior, record_of
+from plausible.posteriors.base import record_of
 from plausible.posteriors.chains import ChainsPosterior
+from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from plausible.engine.method import Fitted, Run
-    from plausible.methods.chains.annealed import Annealed
 
 
 class ParticlesPosterior(DrawsPosterior):
@@ -29,7 +25,7 @@ class ParticlesPosterior(DrawsPosterior):
     kind = "particles"
 
     @classmethod
-    def of(cls, method: Annealed, model: Model, fitted: Fitted, chains: int = 1) -> ParticlesPosterior:  # noqa: ARG003
+    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:  # noqa: ARG003
         """From what a run left: steps after the last temperature, where nothing happened, are not counted."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended before it began")
@@ -41,11 +37,11 @@ class ParticlesPosterior(DrawsPosterior):
             "history": {n: values[:count] for n, values in fitted.history.items()},
             "annealing": dict(zip(method.traced, fitted.state.trace[:count].T.tolist())),
         }
-        found = cls(method, model, run, fitted.draws)
+        posterior = cls(method, model, run, fitted.draws)
         if math.isfinite(value):
-            found.log_evidence = value
-            found.run["log_evidence_error"] = error
-        return found
+            posterior.log_evidence = value
+            posterior.run["log_evidence_error"] = error
+        return posterior
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:  # noqa: ARG002
         """How the annealing went: particles are no chains, so there is no R̂.
@@ -70,12 +66,8 @@ class ParticlesPosterior(DrawsPosterior):
             report["effective"] = len(self) / (1 + (len(self) - 1) * errors[-1] ** 2)
         return report
 
-    def _status(self, name: str) -> str:
-        return "held at its value" if name in self.model.points else super()._status(name)
-
-    def _moved(self, model: Model, device: torch.device) -> ParticlesPosterior:
-        store = MemoryDraws(tree.to(self.store.stacked, device)) if isinstance(self.store, MemoryDraws) else self.store
-        return ParticlesPosterior(self.method, model, {**self.run, "history": self.history}, store, self.chains)
+    def status(self, name: str) -> str:
+        return "held at its value" if name in self.model.points else super().status(name)
 
 
 class ReplicasPosterior(ChainsPosterior):
@@ -87,23 +79,23 @@ class ReplicasPosterior(ChainsPosterior):
     kind = "replicas"
 
     @classmethod
-    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> ReplicasPosterior:
+    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> Self:  # type: ignore[override]
         """From what a run left."""
-        found = super().of(method, model, run, fitted, chains)
-        assert isinstance(found, ReplicasPosterior)
-        own = fitted.state.adaptation
-        value, error = log_ratio(own.bridges)
-        rates = (own.accepted / own.seen.clamp(min=1)).tolist()
-        found.run["tempering"] = {
-            "temperatures": own.betas.tolist(),
+        posterior = super().of(method, model, run, fitted, chains)
+        exchange = fitted.state.adaptation
+        value, error = log_ratio(exchange.bridges)
+        rates = (exchange.accepted / exchange.seen.clamp(min=1)).tolist()
+        posterior.run["tempering"] = {
+            "temperatures": exchange.betas.tolist(),
             "swap_rates": rates,
             "barrier": sum(1 - rate for rate in rates),
-            "round_trips": own.round_trips.tolist(),
+            "round_trips": exchange.round_trips.tolist(),
         }
-        if float(own.betas[-1]) == 0 and math.isfinite(value) and model.temperature == 1.0:
-            found.log_evidence = value
-            found.run["log_evidence_error"] = error
-        return found
+        # Only a ladder that reaches down to the prior bridges the whole way, and p(D) is that of the untempered model.
+        if float(exchange.betas[-1]) == 0 and math.isfinite(value) and model.temperature == 1.0:
+            posterior.log_evidence = value
+            posterior.run["log_evidence_error"] = error
+        return posterior
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         """Those of chains; the powers, how replicas travelled between them, and the evidence.
@@ -112,12 +104,5 @@ class ReplicasPosterior(ChainsPosterior):
         chain's replicas to the hottest power and back, `log_evidence` and its standard error. Rates far below 0.3 ask for more
         temperatures, about twice the barrier; without round trips nothing has travelled.
         """
-        own = {"log_evidence": self.log_evidence, "log_evidence_error": self.run.get("log_evidence_error")}
-        return super().diagnostics(x) | self.run.get("tempering", {}) | own
-
-    def _moved(self, model: Model, device: torch.device) -> ReplicasPosterior:
-        plain = super()._moved(model, device)
-        run = {**self.run, "history": self.history}
-        moved = ReplicasPosterior(self.method, model, run, plain.everything, self.chains, plain.state)
-        moved.seed, moved.data = plain.seed, plain.data
-        return moved
+        known = {"log_evidence": self.log_evidence, "log_evidence_error": self.run.get("log_evidence_error")}
+        return super().diagnostics(x) | self.run.get("tempering", {}) | known

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.refinement import Guess, Slopes, refined_group
-from plausible.core import storage
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, as_data
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore, MemoryDraws
 from plausible.core.weights import Weights
-from plausible.posteriors.base import DrawsPosterior, record_of
+from plausible.posteriors.base import data_for, record_of
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.saving import Content
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted
@@ -52,7 +50,7 @@ class RefinedPosterior(DrawsPosterior):
         self.guess, self.log_weights = guess, log_weights
 
     @classmethod
-    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> RefinedPosterior:  # noqa: ARG003
+    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:  # noqa: ARG003
         """From the draws that a run left; those that the sampler sent to infinity are left out, with a warning."""
         left = fitted.left
         means, scales = ({n: left[f"{part}{n}"][0] for n in model.random} for part in (MEAN, SPREAD))
@@ -76,16 +74,10 @@ class RefinedPosterior(DrawsPosterior):
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples must be a whole number of at least 1, got {samples!r}")
-        first, model = next(iter(self.model.initial.values())), self.model
-        given = as_data(data, dtype=first.dtype, device=first.device)
-        check = lambda y, mask: model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)  # noqa: E731
-        if isinstance(given, ArrayData):
-            given = replace(given, batch=given.batch._replace(y=check(given.batch.y, given.batch.mask)))
-        else:
-            given = replace(given, check=check)
+        model = self.model
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
-        slopes = Slopes(model, fixed, given, whole=True)
+        slopes = Slopes(model, fixed, data_for(model, data), whole=True)
         size = slopes.group(samples, tree.num_elements(self.guess.means))
         sizes = [min(size, samples - start) for start in range(0, samples, size)]
         parts = [refined_group(self.guess, slopes, count, seed, number)[1] for number, count in enumerate(sizes)]
@@ -98,38 +90,20 @@ class RefinedPosterior(DrawsPosterior):
             report["importance_ess"] = float(torch.exp(2 * self.log_weights.logsumexp(0) - (2 * self.log_weights).logsumexp(0)))
         return report
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _moved(self, model: Model, device: torch.device) -> RefinedPosterior:
-        plain = super()._moved(model, device)
-        guess = self.guess._replace(means=tree.to(self.guess.means, device), scales=tree.to(self.guess.scales, device))
-        return RefinedPosterior(
-            self.method, model, {**plain.run, "history": self.history}, plain.store, guess, self.log_weights
-        )
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        named = {f"mean.{name}": value for name, value in self.guess.means.items()}
-        named |= {f"scale.{name}": value for name, value in self.guess.scales.items()}
+    def content(self) -> Content:
+        plain, guess = super().content(), self.guess
+        tensors = {"mean": guess.means, "scale": guess.scales}
         if self.log_weights is not None:
-            named["log_weights"] = self.log_weights
-        numbers = {name: getattr(self.guess, name) for name in ("step_size", "refinements", "leapfrog")}
-        digest = storage.write_tensors(folder / "guess.safetensors", named)
-        return {**super()._write(folder), "guess": numbers, "guess_sha256": digest}
+            tensors["log_weights"] = {"": self.log_weights}
+        sampler = {name: getattr(guess, name) for name in ("step_size", "refinements", "leapfrog")}
+        return Content(tensors, {**plain.settings, "guess": sampler}, plain.draws)
 
     @classmethod
-    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> RefinedPosterior:
-        plain = super()._read(folder, content, method, model)
-        path, numbers = folder / "guess.safetensors", content["guess"]
-        found = storage.read_tensors(path, content["guess_sha256"])
-        parts: list[Weights] = []
-        for part in ("mean", "scale"):
-            for name in model.random:
-                if f"{part}.{name}" not in found or found[f"{part}.{name}"].shape != model.initial[name].shape:
-                    raise ValueError(f"{path} does not fit posterior.json: {part} of {name!r} is missing or has another shape")
-            parts.append({name: found[f"{part}.{name}"].to(model.initial[name].device) for name in model.random})
-        guess = Guess(parts[0], parts[1], float(numbers["step_size"]), int(numbers["refinements"]), int(numbers["leapfrog"]))
-        run = {**plain.run, "history": plain.history}
-        return cls(method, model, run, plain.store, guess, found.get("log_weights"))
+    def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
+        like, sampler = tree.select(model.initial, model.random), content.settings["guess"]
+        numbers = float(sampler["step_size"]), int(sampler["refinements"]), int(sampler["leapfrog"])
+        guess = Guess(content.group("mean", like), content.group("scale", like), *numbers)
+        return cls(method, model, run, content.stored, guess, content.tensors.get("log_weights", {}).get(""))
 
 
 def _finite(drawn: Weights, weights: Tensor, random: Iterable[str]) -> tuple[Weights, Tensor]:

@@ -1,9 +1,15 @@
-"""Save and load: a folder of safetensors and JSON that executes nothing and refuses what does not fit.
+"""Save, load and move: what a posterior consists of, written once for all kinds.
 
-posterior.json          format, library version, kind, method, likelihood, prior, names and shapes, history, checksums
+A posterior says its `Content`: named tensors, plain settings, perhaps stored draws and parts that are posteriors themselves, and
+how to be rebuilt from them. Everything else is here: a folder of safetensors and JSON that executes nothing and refuses what
+does not fit.
+
+posterior.json          format, library version, kind, settings, method, likelihood, prior, names and shapes, history, checksums
 fixed.safetensors       parameters and buffers of the network that were not inferred
+tensors.safetensors     the named tensors
 draws-….safetensors     the draws, in shards
 masks.safetensors       of a pruned posterior: which weights were kept
+part-…/                 the parts of a mixture, each with such files
 """
 
 from __future__ import annotations
@@ -11,27 +17,87 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-import plausible.methods  # noqa: F401  settings of methods are decoded by name
 from plausible._version import __version__
 from plausible.core import serialise, storage
+from plausible.core import weights as tree
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import private_copy
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, index, num_bytes
-from plausible.posteriors.base import Posterior, kinds
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from plausible.posteriors.base import Posterior
+
+FORMAT = 2
 IN_MEMORY = 512 * 2**20
+"""Bytes of draws up to which they are read into memory by `load`."""
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+
+kinds: dict[str, type[Posterior]] = {}
+"""The word for a kind of posterior in files → its class, which registers itself."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a posterior consists of.
+
+    tensors: groups of named tensors, such as `{"mean": {name: tensor}, "scale": {…}}`; a group's name has no dot.
+    settings: plain JSON data.
+    draws: a store of draws, which may lie on disk.
+    parts: the posteriors that a mixture is made of.
+    """
+
+    tensors: Mapping[str, Weights] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    draws: DrawStore | None = None
+    parts: Sequence[Posterior] = ()
+
+    @property
+    def stored(self) -> DrawStore:
+        """The draws, of kinds that need some."""
+        if self.draws is None:
+            raise ValueError("posterior.json is damaged: it holds no draws")
+        return self.draws
+
+    def group(self, name: str, like: Mapping[str, Tensor]) -> Weights:
+        """The tensors of a group that are named as `like`, in its order; a ValueError where one is missing or has another shape."""
+        tensors = self.tensors.get(name, {})
+        for key, value in like.items():
+            if key not in tensors or tensors[key].shape != value.shape:
+                raise ValueError(
+                    f"tensors.safetensors does not fit posterior.json: {name} of {key!r} is missing or has another shape"
+                )
+        return {key: tensors[key] for key in like}
+
+
+def placed(posterior: Posterior, model: Model, device: torch.device) -> Posterior:
+    """The same posterior of a model that is on another device, with its tensors there."""
+    content = posterior.content()
+    moved = Content(
+        tree.to(dict(content.tensors), device),
+        content.settings,
+        None if content.draws is None else storage.moved(content.draws, device),
+        [placed(part, model, device) for part in content.parts],
+    )
+    result = posterior.rebuilt(posterior.method, model, posterior.record, moved)
+    result.log_evidence, result._masks = posterior.log_evidence, tree.to(posterior._masks, device)
+    return result
+
+
+def example_of(model: Model) -> Tensor:
+    """A tensor of the type and on the device that the model computes with."""
+    held = (*model.initial.values(), *model.network.parameters(), *model.network.buffers())
+    return next((value for value in held if value.is_floating_point()), torch.zeros(()))
 
 
 def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -84,7 +150,6 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "library": __version__,
-        "kind": posterior.kind,
         "method": serialise.encode(posterior.method, strict=False),
         "likelihood": serialise.encode(model.likelihood, strict=False),
         "prior": serialise.encode(model.prior, strict=False),
@@ -100,10 +165,59 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
         "random": list(model.random),
         "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
-        "log_evidence": _plain(posterior.log_evidence),
-        "run": _plain(posterior.run | {"history": posterior.history}),
-        **_plain(write_kind(posterior, folder)),
+        **_plain(_write_content(posterior, folder)),
     }
+
+
+def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
+    """Write what a posterior consists of, and the masks of a pruned one; returns what the JSON says of it."""
+    content = posterior.content()
+    groups = {f"{group}.{name}": value for group, named in content.tensors.items() for name, value in named.items()}
+    parts = []
+    for k, part in enumerate(content.parts):
+        inner = folder / f"part-{k:03d}"
+        inner.mkdir()
+        parts.append(_write_content(part, inner))
+    return {
+        "kind": posterior.kind,
+        "log_evidence": posterior.log_evidence,
+        "run": posterior.record,
+        "settings": dict(content.settings),
+        "tensors_sha256": storage.write_tensors(folder / "tensors.safetensors", groups) if groups else None,
+        "masks_sha256": storage.write_tensors(folder / "masks.safetensors", posterior._masks) if posterior._masks else None,
+        "draws": None if content.draws is None else _write_draws(folder, content.draws),
+        "parts": parts,
+    }
+
+
+def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: Model) -> Posterior:
+    """The inverse of `_write_content`."""
+    device = example_of(model).device
+    tensors: dict[str, Weights] = {}
+    if stored["tensors_sha256"] is not None:
+        for key, value in storage.read_tensors(folder / "tensors.safetensors", stored["tensors_sha256"]).items():
+            group, _, name = key.partition(".")
+            tensors.setdefault(group, {})[name] = value.to(device)
+    inner = getattr(method, "method", method)  # parts are the results of the method that an ensemble repeats
+    content = Content(
+        tensors,
+        stored["settings"],
+        None if stored["draws"] is None else _read_draws(folder, stored["draws"], model),
+        [_read_content(folder / f"part-{k:03d}", part, inner, model) for k, part in enumerate(stored["parts"])],
+    )
+    run = stored["run"]  # JSON has no infinity
+    record = {**run, "history": {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}}
+    masks: Weights = {}
+    if stored["masks_sha256"] is not None:
+        masks = storage.read_tensors(folder / "masks.safetensors", stored["masks_sha256"])
+        for name, mask in masks.items():
+            shape = model.initial[name].shape
+            if mask.dtype != torch.bool or mask.shape[mask.ndim - len(shape) :] != shape:
+                raise ValueError(f"{folder / 'masks.safetensors'} is damaged: the mask of {name!r} does not fit the weight")
+    posterior = kinds[stored["kind"]].rebuilt(method, model, record, content)
+    posterior._masks = tree.to(masks, device)
+    posterior.log_evidence = None if stored["log_evidence"] is None else float(stored["log_evidence"])
+    return posterior
 
 
 def _plain(value: Any) -> Any:
@@ -138,17 +252,12 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
-    if content.get("kind") not in kinds or content.get("kind") == "mixture":
-        from plausible import methods
-        from plausible.posteriors import chains as posterior  # noqa: F401  that of chains
-
-        methods.load()  # they bring the kinds of their posteriors
-    if content.get("kind") not in kinds:
-        raise ValueError(
-            f"{str(folder)!r} holds a posterior of unknown kind {content.get('kind')!r}; it needs a newer plausible"
-        )
-    private = private_copy(network)
-    own = None if prior is None else as_prior(prior)
+    if not _kinds(content) <= set(kinds):
+        for discover in serialise.discoveries:  # methods bring the kinds of their posteriors
+            discover()
+    if unknown := _kinds(content) - set(kinds):
+        raise ValueError(f"{str(folder)!r} holds a posterior of unknown kind {unknown.pop()!r}; it needs a newer plausible")
+    private, rules = private_copy(network), None if prior is None else as_prior(prior)
     try:
         _refuse_mismatch(private, content)
         if content["output"] is not None and output is None:
@@ -156,9 +265,14 @@ def load(
                 f"this posterior was fitted with output={content['output']}, which is code and not in the file: "
                 "pass output= again"
             )
-        return _read(folder, content, private, output, likelihood, own)
+        return _read(folder, content, private, output, likelihood, rules)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _kinds(content: Mapping[str, Any]) -> set[Any]:
+    """The kinds of a stored posterior and of its parts."""
+    return {content.get("kind"), *(kind for part in content.get("parts") or () for kind in _kinds(part))}
 
 
 def _read(
@@ -170,7 +284,7 @@ def _read(
     prior: Prior | None,
 ) -> Posterior:
     """The posterior that the JSON and the tensors of a folder describe, in a private copy of the network."""
-    device = next(network.parameters()).device
+    device = next((p.device for p in (*network.parameters(), *network.buffers())), torch.device("cpu"))
     fixed = storage.read_tensors(folder / "fixed.safetensors", content["fixed_sha256"])
     holders = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
@@ -203,32 +317,7 @@ def _read(
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],
     )
-    posterior = read_kind(folder, content, _method(content["method"]), model)
-    if content["log_evidence"] is not None:
-        posterior.log_evidence = float(content["log_evidence"])
-    return posterior
-
-
-def write_kind(posterior: Posterior, folder: Path) -> dict[str, Any]:
-    """Write what a kind of posterior consists of, and the masks of a pruned one; returns what the JSON says."""
-    content = posterior._write(folder)
-    if posterior._masks:
-        content["masks_sha256"] = storage.write_tensors(folder / "masks.safetensors", posterior._masks)
-    return content
-
-
-def read_kind(folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> Posterior:
-    """The inverse of `write_kind`."""
-    posterior = kinds[content["kind"]]._read(folder, content, method, model)
-    if "masks_sha256" in content:
-        path = folder / "masks.safetensors"
-        masks = storage.read_tensors(path, content["masks_sha256"])
-        for name, mask in masks.items():
-            shape = model.initial[name].shape
-            if mask.dtype != torch.bool or mask.shape[mask.ndim - len(shape) :] != shape:
-                raise ValueError(f"{path} is damaged: the mask of {name!r} does not fit the weight")
-        posterior._masks = {name: mask.to(posterior.device) for name, mask in masks.items()}
-    return posterior
+    return _read_content(folder, content, _method(content["method"]), model)
 
 
 def _has_opaque(stored: Any) -> bool:
@@ -257,10 +346,10 @@ def _method(stored: Any) -> Any:
     return serialise.decode(stored)
 
 
-def _require_shapes(found: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
+def _require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
     for name, shape in expected.items():
-        if name not in found or list(found[name].shape) != list(shape):
-            given = f"shape {tuple(found[name].shape)}" if name in found else "nothing"
+        if name not in tensors or list(tensors[name].shape) != list(shape):
+            given = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing"
             raise ValueError(f"{where} is damaged: it has {given} for {name!r}, expected shape {tuple(shape)}")
 
 
@@ -283,7 +372,7 @@ def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
             raise ValueError(f"network does not fit the saved posterior: its {name!r} was not in the network that was fitted")
 
 
-def write_shards(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
+def _write_draws(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
     """Write a store's draws into shard files of bounded size."""
     writer = DrawWriter(folder)
     for shard in store.shards():
@@ -293,7 +382,7 @@ def write_shards(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
     return writer.files
 
 
-def read_shards(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
+def _read_draws(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
     """Check every shard; small stores are read into memory, large ones stay on disk."""
     expected = {name: list(value.shape) for name, value in [*model.initial.items(), *model.buffers.items()]}
     parts: list[Weights] = []
@@ -307,10 +396,5 @@ def read_shards(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model)
         raise ValueError(f"{str(folder)!r} is damaged: it holds no draws")
     if total > IN_MEMORY:
         return disk
-    device = next(iter(model.initial.values())).device
+    device = example_of(model).device
     return MemoryDraws({name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]})
-
-
-def history_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored run with the numbers of its history as numbers again (JSON has no infinity)."""
-    return {**run, "history": {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from plausible.apps.report.verdicts import Verdict
-from plausible.apps.report.words import number, percent, plural
+from plausible.core.words import number, percent, plural
+from plausible.posteriors.diagnostics import stored
 
 RHAT, RHAT_BAD = 1.01, 1.05
 ESS = 100
@@ -23,17 +23,27 @@ SATURATED = 0.01
 """Share of trajectories that may be cut at the greatest depth before it is said."""
 ORDER = {"bad": 0, "unclear": 1, "good": 2, "plain": 3}
 
-Found = Mapping[str, Any]
+Numbers = Mapping[str, Any]
+"""What `posterior.diagnostics` says."""
 
 
-def judged(found: Found, weights: Found | None = None, *, functions: bool = True) -> list[Verdict]:
+class Verdict(NamedTuple):
+    """`tone` is good, bad, unclear or plain; `headline` one sentence; `detail` and `advice` may be empty."""
+
+    tone: str
+    headline: str
+    detail: str = ""
+    advice: str = ""
+
+
+def judged(numbers: Numbers, weights: Numbers | None = None, *, functions: bool = True) -> list[Verdict]:
     """Verdicts on `posterior.diagnostics(x)` of functions, with those of the weights beside them, or of weights alone.
 
     Agreement first, then what else is to be said, the worst first. Empty where there are too few draws to say anything.
     """
-    skipped = sizes if _apart(found) and not functions else None
-    rest = [said for rule in RULES if rule is not skipped for said in rule(found)]
-    return [*agreement(found, weights, functions), *sorted(rest, key=lambda verdict: ORDER[verdict.tone])]
+    skipped = sizes if _apart(numbers) and not functions else None
+    rest = [said for rule in RULES if rule is not skipped for said in rule(numbers)]
+    return [*agreement(numbers, weights, functions), *sorted(rest, key=lambda verdict: ORDER[verdict.tone])]
 
 
 def verdict(posterior: Any, x: Any = None) -> str:
@@ -41,12 +51,10 @@ def verdict(posterior: Any, x: Any = None) -> str:
 
     With `x` weights are judged too: chains that agree on functions may have their hidden units in another order each.
     """
-    from plausible.posteriors.summaries import stored
-
     weights = stored(posterior).diagnostics()
-    found = weights if x is None else posterior.diagnostics(x)
-    said = judged(found, None if x is None else weights, functions=x is not None)
-    if "rhat" not in found and not said:
+    numbers = weights if x is None else posterior.diagnostics(x)
+    said = judged(numbers, None if x is None else weights, functions=x is not None)
+    if "rhat" not in numbers and not said:
         each = len(posterior) // posterior.chains
         few = f"{plural(posterior.chains, 'chain')} with {plural(each, 'draw')} each"
         said.insert(0, Verdict("plain", f"Nothing can be said about convergence: {few}.", "At least 4 that differ are needed."))
@@ -61,9 +69,9 @@ def text(said: list[Verdict]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def agreement(found: Found, weights: Found | None = None, functions: bool = True) -> list[Verdict]:
+def agreement(numbers: Numbers, weights: Numbers | None = None, functions: bool = True) -> list[Verdict]:
     """Whether chains agree, by R̂: on functions, which is what predictions need, and on weights."""
-    rhat, count = found.get("rhat"), found.get("chains") or 1
+    rhat, count = numbers.get("rhat"), numbers.get("chains") or 1
     if rhat is None:
         return []
     who = "The chains disagree" if count > 1 else "The chain has not settled: its first and second half disagree"
@@ -71,10 +79,12 @@ def agreement(found: Found, weights: Found | None = None, functions: bool = True
     if not functions:
         return [_of_weights(float(rhat), value, count, who)]
     if not rhat <= RHAT_BAD:
-        return [Verdict("bad", f"{who}: the worst R̂ is {value}.", f"Above {RHAT_BAD} is a clear failure.", _longer(found))]
+        return [Verdict("bad", f"{who}: the worst R̂ is {value}.", f"Above {RHAT_BAD} is a clear failure.", _longer(numbers))]
     if rhat > RHAT:
-        return [Verdict("unclear", f"{who} a little: the worst R̂ is {rhat:.3f}.", f"Above {RHAT} look twice.", _longer(found))]
-    worth = _worth(found)
+        return [
+            Verdict("unclear", f"{who} a little: the worst R̂ is {rhat:.3f}.", f"Above {RHAT} look twice.", _longer(numbers))
+        ]
+    worth = _worth(numbers)
     detail = f"{worth[:1].upper()}{worth[1:]}." if worth else ""
     apart = weights.get("rhat") if weights else None
     if apart is not None and not apart <= RHAT_BAD and count > 1:
@@ -104,8 +114,8 @@ def _of_weights(rhat: float, value: str, count: int, who: str) -> Verdict:
     )
 
 
-def _longer(found: Found) -> str:
-    if "acceptance" not in found:  # chains of stochastic gradients
+def _longer(numbers: Numbers) -> str:
+    if "acceptance" not in numbers:  # chains of stochastic gradients
         return (
             "Run the chains longer, drop more as burn-in, or lower the step size; start several chains from different points "
             "to see whether they meet. Until then intervals are narrower than the posterior."
@@ -117,37 +127,37 @@ def _longer(found: Found) -> str:
     )
 
 
-def _effective(found: Found) -> float | None:
+def _effective(numbers: Numbers) -> float | None:
     """The fewest effective draws, of the bulk or the tails."""
-    known = [value for name in ("ess_bulk", "ess_tail") if (value := _number(found, name)) is not None]
+    known = [value for name in ("ess_bulk", "ess_tail") if (value := _number(numbers, name)) is not None]
     return min(known) if known else None
 
 
-def _worth(found: Found) -> str:
+def _worth(numbers: Numbers) -> str:
     """How many draws there are in effect, and how well means are known."""
-    size, error, draws = _effective(found), _number(found, "mcse"), found.get("draws")
+    size, error, draws = _effective(numbers), _number(numbers, "mcse"), numbers.get("draws")
     if size is None:
         return ""
     words = f"{size:,.0f} effective draws at least" + (f" of {draws:,}" if draws else "")
     return words + (f"; means are known to {percent(error, 1)} of a posterior standard deviation" if error else "")
 
 
-def sizes(found: Found) -> list[Verdict]:
+def sizes(numbers: Numbers) -> list[Verdict]:
     """Whether there are enough independent draws."""
-    size, count, draws = _effective(found), found.get("chains") or 1, found.get("draws")
+    size, count, draws = _effective(numbers), numbers.get("chains") or 1, numbers.get("draws")
     if size is None or size >= ESS * count:
         return []
     advice = "Run longer, or thin less."
-    if _apart(found):
+    if _apart(numbers):
         advice = "Chains that disagree have few: see to that first."
-    elif "acceptance" in found and draws and size > 0:
+    elif "acceptance" in numbers and draws and size > 0:
         more = math.ceil((ESS * count / size - 1) * draws / count / 100) * 100
         slow = "; so many say that the sampler moves slowly: warm up longer, or try another metric"
         advice = (
             f"About {more:,} more of each chain would do, by posterior.extend(draws={more}) or a fit with "
             f"draws={more + draws // count}{slow if more > 10 * draws / count else ''}."
         )
-    error = _number(found, "mcse")
+    error = _number(numbers, "mcse")
     only = f"; means are known to {percent(error)} of a posterior standard deviation only" if error else ""
     return [
         Verdict(
@@ -159,13 +169,13 @@ def sizes(found: Found) -> list[Verdict]:
     ]
 
 
-def divergences(found: Found) -> list[Verdict]:
+def divergences(numbers: Numbers) -> list[Verdict]:
     """Transitions whose trajectory left the level of its energy."""
-    count = int(found.get("divergences") or 0)
+    count = int(numbers.get("divergences") or 0)
     if not count:
         return []
-    target, every = _number(found, "target_acceptance"), found.get("transitions") or found.get("draws")
-    every = every if "acceptance" in found else None
+    target, every = _number(numbers, "target_acceptance"), numbers.get("transitions") or numbers.get("draws")
+    every = every if "acceptance" in numbers else None
     advice = "Lower the step size: the sampler leaves out parts of the posterior that are narrow."
     if target is not None:
         advice = (
@@ -184,9 +194,9 @@ def divergences(found: Found) -> list[Verdict]:
     ]
 
 
-def energy(found: Found) -> list[Verdict]:
+def energy(numbers: Numbers) -> list[Verdict]:
     """E-BFMI: whether momenta move chains along the energies of the posterior."""
-    value = _number(found, "ebfmi")
+    value = _number(numbers, "ebfmi")
     if value is None or value >= EBFMI:
         return []
     return [
@@ -199,9 +209,9 @@ def energy(found: Found) -> list[Verdict]:
     ]
 
 
-def saturation(found: Found) -> list[Verdict]:
+def saturation(numbers: Numbers) -> list[Verdict]:
     """Trajectories cut short at the greatest depth of the tree."""
-    share, depth = _number(found, "saturated"), found.get("max_depth")
+    share, depth = _number(numbers, "saturated"), numbers.get("max_depth")
     if share is None or share <= SATURATED or depth is None:
         return []
     return [
@@ -215,15 +225,15 @@ def saturation(found: Found) -> list[Verdict]:
     ]
 
 
-def acceptance(found: Found) -> list[Verdict]:
+def acceptance(numbers: Numbers) -> list[Verdict]:
     """Acceptance far from what the step size was tuned for."""
-    value, target = _number(found, "acceptance"), _number(found, "target_acceptance")
+    value, target = _number(numbers, "acceptance"), _number(numbers, "target_acceptance")
     if value is None or target is None:
         return []
     aimed = f"{percent(value)} of the proposals were accepted where {percent(target)} were aimed at"
     if value < 0.6 * target:
         why = "Steps are too long: chains stand still for long."
-        advice = "Warm up longer, so that the step size is found, or give a smaller step_size."
+        advice = "Warm up longer, so that the step size is numbers, or give a smaller step_size."
         return [Verdict("unclear", f"Only {aimed}.", why, advice)]
     if value > 1 - (1 - target) / 4:
         short = "Steps are shorter than they need be, which costs time and nothing else; a longer warm-up may find longer ones."
@@ -231,22 +241,22 @@ def acceptance(found: Found) -> list[Verdict]:
     return []
 
 
-def stuck(found: Found) -> list[Verdict]:
+def stuck(numbers: Numbers) -> list[Verdict]:
     """A chain that hardly ever moves."""
-    least, mean = _number(found, "acceptance_least"), _number(found, "acceptance")
-    if least is None or mean is None or least >= 0.25 * mean or (found.get("chains") or 1) < 2:
+    least, mean = _number(numbers, "acceptance_least"), _number(numbers, "acceptance")
+    if least is None or mean is None or least >= 0.25 * mean or (numbers.get("chains") or 1) < 2:
         return []
     rest = f"it accepts {percent(least, 1)} of its proposals, all together {percent(mean)}"
     advice = "Warm up longer, or start the chains elsewhere (init='prior', or init= an earlier fit)."
     return [Verdict("bad", f"One chain hardly moves: {rest}.", "Its draws repeat a few points.", advice)]
 
 
-def annealing(found: Found) -> list[Verdict]:
+def annealing(numbers: Numbers) -> list[Verdict]:
     """Particles of an annealing run: how many they are worth, and how well the evidence is known."""
-    effective, value, error = (_number(found, name) for name in ("effective", "log_evidence", "log_evidence_error"))
+    effective, value, error = (_number(numbers, name) for name in ("effective", "log_evidence", "log_evidence_error"))
     if effective is None or value is None or error is None:
         return []
-    worth = f"{plural(found.get('draws') or 0, 'particle')} are worth {effective:,.0f} independent ones at least"
+    worth = f"{plural(numbers.get('draws') or 0, 'particle')} are worth {effective:,.0f} independent ones at least"
     known = f"the log evidence is {number(value, 4)} ± {number(error, 2)}"
     advice = "Take more particles, smaller steps between temperatures, or more moves at each."
     if error >= 1:
@@ -256,9 +266,9 @@ def annealing(found: Found) -> list[Verdict]:
     ]
 
 
-def exchanges(found: Found) -> list[Verdict]:
+def exchanges(numbers: Numbers) -> list[Verdict]:
     """Replicas at powers of the likelihood: whether they travel."""
-    rates, trips = found.get("swap_rates"), found.get("round_trips")
+    rates, trips = numbers.get("swap_rates"), numbers.get("round_trips")
     if not rates or trips is None:
         return []
     least, total = min(map(float, rates)), sum(map(int, trips))
@@ -273,17 +283,17 @@ def exchanges(found: Found) -> list[Verdict]:
     ]
 
 
-def _apart(found: Found) -> bool:
+def _apart(numbers: Numbers) -> bool:
     """Whether chains disagree, which also makes their effective sizes small."""
-    return found.get("rhat") is not None and not found["rhat"] <= RHAT_BAD
+    return numbers.get("rhat") is not None and not numbers["rhat"] <= RHAT_BAD
 
 
-def _number(found: Found, name: str) -> float | None:
+def _number(numbers: Numbers, name: str) -> float | None:
     """What is known by this name, where it is a finite number."""
-    value = found.get(name)
+    value = numbers.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 RULES = (stuck, sizes, divergences, energy, saturation, acceptance, annealing, exchanges)
 
-__all__ = ["EBFMI", "ESS", "RHAT", "RHAT_BAD", "judged", "text", "verdict"]
+__all__ = ["EBFMI", "ESS", "RHAT", "RHAT_BAD", "Verdict", "judged", "text", "verdict"]

@@ -17,7 +17,8 @@ from plausible.analysis.fidelity.sides import CLASSES, FRESH, Side, divide, jack
 from plausible.blocks.chains.density import ModelDensity
 from plausible.core.data import ArrayData, Data, as_data, num_rows
 from plausible.core.weights import Weights
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 
 log = logging.getLogger("plausible")
 
@@ -106,8 +107,8 @@ def fidelity(
         inputs=one.predictive.num_inputs,
         draws=None if one.closed_form else len(one.blocks),
         reference_draws=None if two.closed_form else len(two.blocks),
-        posterior=posterior._method_name,
-        reference=reference._method_name,
+        posterior=posterior.method_name,
+        reference=reference.method_name,
     )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.gaussian_predictive import GaussianPredictive
 from plausible.posteriors.predictive import Draws, Predictive
 
@@ -89,11 +90,11 @@ class Side:
             if isinstance(closed, GaussianPredictive):
                 return cls(closed, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
             predictive = closed if wanted == draws else posterior.predict(x, wanted, seed=seed)
-            found = predictive._draws(slice(0, predictive.num_inputs))
+            drawn = predictive._draws(slice(0, predictive.num_inputs))
         except ValueError as error:
             raise ValueError(f"{name} cannot be evaluated at x: {error}") from error
-        whole = Predictive.from_functions(found.outputs.detach().cpu(), predictive.likelihood, _on_cpu(found))
-        chain, blocks = divide(len(found.outputs), getattr(posterior, "chains", 1) if wanted is None else 1)
+        whole = Predictive.from_functions(drawn.outputs.detach().cpu(), predictive.likelihood, _on_cpu(drawn))
+        chain, blocks = divide(len(drawn.outputs), getattr(posterior, "chains", 1) if wanted is None else 1)
         return cls(whole, blocks, chain)
 
     @property
@@ -103,7 +104,6 @@ class Side:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
         return int(self.blocks.max()) + 1
 
     def halves(self) -> tuple[Side, Side] | None:
@@ -162,9 +162,9 @@ class Side:
         wide = {n: w.double() for n, w in weights.items()}
         each = self.predictive.likelihood.log_prob(outputs.double(), targets, wide)
         each = each.flatten(2).sum(-1) if each.ndim > 2 else each
-        found = [each[self.blocks == k].logsumexp(0) for k in range(self.num_blocks)]
+        sums = [each[self.blocks == k].logsumexp(0) for k in range(self.num_blocks)]
         sizes = self._sizes()
-        return Averages(torch.stack(found) - sizes.log()[:, None], sizes)
+        return Averages(torch.stack(sums) - sizes.log()[:, None], sizes)
 
     def below(self, places: Tensor) -> Averages:
         """P(y ≤ places), [K, N, …] → [blocks, K, N, …]."""
@@ -202,7 +202,7 @@ class Side:
 
 def stored(posterior: Posterior) -> bool:
     """Whether the draws are there already, all of them meant by None."""
-    if isinstance(posterior, MixturePosterior):
+    if posterior.parts:
         return all(stored(part) for part in posterior.parts)
     return isinstance(posterior, DrawsPosterior)
 

@@ -15,7 +15,7 @@ from plausible.apps.cli.errors import guarded, note
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
     from plausible.apps.report.verdicts import Verdict
-    from plausible.posteriors.base import DrawsPosterior
+    from plausible.posteriors.draws import DrawsPosterior
 
 ROWS = 50
 """Inputs at which functions are judged at most, evenly spaced over the table."""
@@ -45,8 +45,8 @@ def diagnose(
 
     Example: plausible diagnose run --data houses.csv --plots figures
     """
-    from plausible.analysis.diagnostics import summary_table
     from plausible.apps.cli import runs, view
+    from plausible.posteriors.diagnostics import summary_table
     from plausible.posteriors.verdicts import judged
 
     if top < 1:
@@ -127,8 +127,8 @@ def after_fit(diagnostics: Mapping[str, Any]) -> list[str]:
 
 def _chains(record: Record, posterior: Any) -> DrawsPosterior:
     from plausible.apps.report.words import plural
-    from plausible.posteriors.base import DrawsPosterior
-    from plausible.posteriors.summaries import LEAST
+    from plausible.posteriors.diagnostics import LEAST
+    from plausible.posteriors.draws import DrawsPosterior
 
     if isinstance(posterior, DrawsPosterior) and len(posterior) // posterior.chains >= LEAST:
         return posterior
@@ -168,7 +168,7 @@ def _stored(run: Path) -> dict[str, Any] | None:
 def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
     from experiments.figures import new, save
     from plausible.apps import plots
-    from plausible.posteriors.summaries import has_momenta
+    from plausible.posteriors.diagnostics import has_momenta
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--plots {folder} is a file; name a folder")

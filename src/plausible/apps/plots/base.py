@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +67,7 @@ def named_chains(draws: Any, x: Any = None, names: Any = None) -> tuple[np.ndarr
     """Draws in chains [chains, draws, quantities] and what each is called: f(x), weights that match `names`, or an array."""
     if isinstance(draws, Posterior):
         from plausible.blocks.chains.convergence import LIMIT
-        from plausible.posteriors.summaries import quantities, stored
+        from plausible.posteriors.diagnostics import quantities, stored
 
         found, words = quantities(stored(draws), x, names, LIMIT)
         return found.detach().cpu().double().numpy(), words

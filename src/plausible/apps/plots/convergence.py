@@ -107,7 +107,7 @@ def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
     if isinstance(draws, Posterior):
         known = _statistics(draws)
         if "energy" not in known:
-            raise TypeError(f"a {type(draws).__name__} by {draws._method_name} has no energies of transitions")
+            raise TypeError(f"a {type(draws).__name__} by {draws.method_name} has no energies of transitions")
         values, change = known["energy"].double().numpy(), known.get("energy_change")
     else:
         values, change = named_chains(draws)[0][:, :, 0], None

@@ -13,6 +13,7 @@ from plausible.apps.plots.base import axes_of
 from plausible.core.networks import Where
 from plausible.core.weights import Weights
 from plausible.posteriors.base import Posterior
+from plausible.posteriors.pruning import check_fraction, choose_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,7 +148,7 @@ def _decibel_label(values: np.ndarray, low: float) -> str:
 def _cuts(values: np.ndarray, cuts: Sequence[float], low: float, high: float) -> dict[float, float]:
     """The ratio below which a share of the weights lies, for each share whose ratio is on the axis."""
     for cut in cuts:
-        pruning._check_fraction("cuts", cut)
+        check_fraction("cuts", cut)
     places = {cut: float(np.quantile(values, cut, method="inverted_cdf")) for cut in cuts}
     return {cut: place for cut, place in places.items() if low <= place <= high}
 
@@ -170,5 +171,5 @@ def _name(ax: Axes, cut: float, place: float, height: float, side: str) -> None:
 
 def _flat(weights: Weights, posterior: Posterior, where: Where) -> np.ndarray:
     """All numbers of the weights that `where` selects, [P]."""
-    names = pruning._names(posterior, where)
+    names = choose_weights(posterior, where)
     return torch.cat([weights[name].detach().cpu().double().flatten() for name in names]).numpy()

@@ -61,7 +61,7 @@ def html(
     if images is None or images is False:
         text = page(evidence)
     else:
-        text = page(evidence, pictures(evidence, x if images is True else images, num_rows(posterior._inputs(x))))
+        text = page(evidence, pictures(evidence, x if images is True else images, num_rows(posterior.inputs(x))))
     if out is not None:
         _put(Path(out), text)
     return text

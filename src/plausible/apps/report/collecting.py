@@ -18,8 +18,9 @@ from plausible.blocks.chains import convergence
 from plausible.core.data import num_rows, take
 from plausible.core.serialise import Opaque
 from plausible.core.special import double
-from plausible.posteriors import summaries
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors import diagnostics
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.predictive import Predictive
 
 EXAMPLES = 6
@@ -72,7 +73,7 @@ def collect(
     """
     method, history = _method_text(posterior), posterior.history
     outputs: tuple[Output, ...] = ()
-    total, draws = None, posterior.count(posterior.plan_draws(None, 0))
+    total, draws = None, posterior.num_draws(None)
     if x is not None:
         predictive = restore(posterior.predict(x)) if predictive is None else predictive
         draws = predictive.num_draws
@@ -209,7 +210,7 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     """Diagnostics of f(x) at some inputs, and the function values of chains there."""
     if x is None:
         return _plain_numbers(posterior.diagnostics()), {}
-    inputs = posterior._inputs(x)
+    inputs = posterior.inputs(x)
     count = num_rows(inputs)
     chosen = torch.linspace(0, count - 1, min(count, _JUDGED)).long().unique()
     some = take(inputs, chosen)
@@ -217,9 +218,9 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     if not isinstance(posterior, DrawsPosterior) or len(posterior) // posterior.chains < 4:
         return found, {}
     if "rhat" in found and posterior.chains > 1:
-        apart = summaries.convergence(posterior).get("rhat")
+        apart = diagnostics.convergence(posterior).get("rhat")
         found |= {} if apart is None else {"rhat_weights": apart}
-    values = summaries.function_chains(posterior, some)
+    values = diagnostics.function_chains(posterior, some)
     chains = values.reshape(*values.shape[:3], -1)  # [chains, draws, inputs, outputs]
     each = chains.shape[1]
     spread = torch.linspace(0, len(chosen) - 1, min(_TRACED, len(chosen))).long().unique()
@@ -232,7 +233,7 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
         if flat.shape[-1]:
             traces |= {"rhat": convergence.rhat(flat).numpy(), "ess": convergence.ess_bulk(flat).numpy()}
     known = getattr(posterior, "statistics", {})
-    if summaries.has_momenta(posterior, known):
+    if diagnostics.has_momenta(posterior, known):
         traces |= {name: known[name].numpy() for name in ("energy", "energy_change") if name in known}
     return found, traces
 

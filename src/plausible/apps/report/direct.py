@@ -31,7 +31,7 @@ def evidence_of_data(
         raise TypeError(f"posterior must be a Posterior, as fit returns it, got {type(posterior).__name__}")
     if isinstance(names, str):
         raise TypeError(f"names must be a list of names, one per target, got the text {names!r}")
-    inputs = posterior._inputs(x)
+    inputs = posterior.inputs(x)
     table = inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point() else None
     axis = None
     if table is not None and table.shape[1] == 1 and len(table) > 1:

@@ -7,7 +7,6 @@ the tests behind it share.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from plausible.apps.report.statistics import (
     uniform,
 )
 from plausible.apps.report.stored import Output
-from plausible.apps.report.words import number, percent, plural
+from plausible.core.words import number, percent, plural
+from plausible.posteriors.verdicts import Verdict as Verdict
 
 LEVEL = 0.9
 FEW = 30
@@ -45,15 +45,6 @@ _NARROW = (
     "Often the fit is not finished: train longer. Or the prior holds the weights back, the noise is taken to be the same "
     "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
 )
-
-
-class Verdict(NamedTuple):
-    """`tone` is good, bad, unclear or plain; `headline` one sentence; `detail` and `advice` may be empty."""
-
-    tone: str
-    headline: str
-    detail: str = ""
-    advice: str = ""
 
 
 def verdicts(output: Output) -> list[Verdict]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from plausible.core.words import number as number
+from plausible.core.words import percent as percent
+from plausible.core.words import plural as plural
 
 escape = html.escape
 
@@ -24,37 +27,6 @@ LABELS = {
     "aurc": "risk averaged over coverage (AURC)",
 }
 HIGHER = ("log_likelihood", "accuracy")
-
-
-def number(value: float, digits: int = 3) -> str:
-    """Three digits, with a thin space between thousands: `1 234`, `0.0123`, `1.2e-07`."""
-    if not math.isfinite(value):
-        return {math.inf: "∞", -math.inf: "−∞"}.get(value, "not a number")
-    if value == 0:
-        return "0"
-    if float(value).is_integer() and abs(value) < 1e7:
-        return f"{value:,.0f}".replace(",", "\u202f").replace("-", "−")
-    size = math.floor(math.log10(abs(value)))
-    if -4 <= size < 7:
-        text = f"{value:,.{max(0, digits - 1 - size)}f}".replace(",", "\u202f")
-    else:
-        text = f"{value:.{digits - 1}e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    return text.replace("-", "−")
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """`83 %`; never 100 % or 0 % for a share that is neither."""
-    text = f"{100 * share:.{digits}f}"
-    if text == f"{100:.{digits}f}" and share < 1:
-        return f">{100 - 10.0**-digits:.{digits}f}\u00a0%"
-    if text == f"{0:.{digits}f}" and share > 0:
-        return f"<{10.0**-digits:.{digits}f}\u00a0%"
-    return f"{text}\u00a0%"
-
-
-def plural(count: int, noun: str = "row") -> str:
-    """`1 row`, `1,234 rows`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 _FRACTION = re.compile(r"[+-]?0*((?:\d+\.\d*|\.\d+|\d+(?=[eE])))(?:[eE][+-]?\d+)?")

@@ -19,7 +19,8 @@ from plausible.core.storage import MemoryDraws
 from plausible.core.transforms import closed_over
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
 from plausible.engine.method import Method, Plan
-from plausible.posteriors.base import MixturePosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.mixture import MixturePosterior
 
 if TYPE_CHECKING:
     from plausible.engine import Fitted

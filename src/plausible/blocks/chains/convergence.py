@@ -3,7 +3,7 @@
 All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they run
 on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no effective
 sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all quantities,
-which is what a reader needs first; `analysis.diagnostics.summary_table` has a row for each.
+which is what a reader needs first; `posteriors.diagnostics.summary_table` has a row for each.
 
 Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for assessing
 convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.

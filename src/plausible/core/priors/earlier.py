@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plausible.core.priors.base import Prior, total
+from plausible.core.priors.composed import as_prior
 from plausible.core.transforms import transformed
 
 LOG_2PI = math.log(2 * math.pi)
@@ -37,59 +37,55 @@ class Earlier(Prior):
     """
 
     def __init__(self, posterior: Any, rest: Prior | Mapping[str, Prior] | None = None):
-        from plausible.posteriors.base import Posterior
-
-        joint = callable(getattr(posterior, "precision_product", None))
-        fitting = isinstance(posterior, Posterior) and (joint or posterior.kind == "gaussian")
-        if not fitting:
+        # No class is asked for by name: a posterior that is a Gaussian over weights hands its law over itself.
+        try:
+            law = posterior.as_gaussian()
+        except (AttributeError, TypeError):
             raise TypeError(
                 "Earlier: posterior must be Gaussian over the weights, as those of Laplace and MeanField are, got "
                 f"{posterior!r} of type {type(posterior).__qualname__}"
-            )
+            ) from None
         if any(bool((scale <= 0).any()) for scale in posterior.scales.values()):
             raise ValueError(
                 "Earlier: some weights of the posterior have no spread (they were pruned, or are outside of a subnetwork), so that "
                 "it has no density; use the posterior before pruning, or a where= that chooses whole weights"
             )
-        diagonal = getattr(getattr(posterior, "curvature", None), "structure", None) == "diag"
-        self._independent = diagonal or not joint
         before = posterior.model.prior
-        if isinstance(before, Earlier):  # all that it says is in the posterior, which need not hold on to it
-            posterior, before = copy.copy(posterior), before.rest
-            posterior.model = posterior.model.with_settings(prior=before)
-        self.posterior: Any = posterior
-        self.rest: Prior = before if rest is None else _as_prior(rest)
-        self._elsewhere: dict[torch.device, Any] = {posterior.device: posterior}
-        self._log_det = 0.0 if self.independent else float(posterior.precision_log_det)
-        self.__qualname__ = f"Earlier({_digest(posterior.means)})"  # what stands for it in files and checkpoints
+        before = before.rest if isinstance(before, Earlier) else before  # all else that it says is in the posterior
+        self.law: Any = law
+        self.rest: Prior = before if rest is None else as_prior(rest)
+        self._others = tuple(name for name in posterior.model.initial if name not in law.means)
+        self._elsewhere: dict[torch.device, Any] = {next(iter(law.means.values())).device: law}
+        self._log_det = 0.0 if law.independent else float(law.precision_log_det)
+        self._shown = repr(posterior)
+        self.__qualname__ = f"Earlier({_digest(law.means)})"  # what stands for it in files and checkpoints
 
     def __repr__(self) -> str:
-        return f"Earlier({self.posterior!r})"
+        return f"Earlier({self._shown})"
 
     def rule(self, name: str) -> Prior:
         """The prior itself for the weights of the earlier posterior, and the rule of `rest` for others."""
-        return self if name in self.posterior.means else self.rest.rule(name)
+        return self if name in self.law.means else self.rest.rule(name)
 
     @property
     def independent(self) -> bool:
         """Whether the earlier posterior is diagonal."""
-        return self._independent
+        return self.law.independent
 
     @property
     def proper(self) -> bool:
         """Whether the prior of the other weights is, too."""
-        names = [name for name in self.posterior.model.initial if name not in self.posterior.means]
-        return all(self.rest.rule(name).proper for name in names)
+        return all(self.rest.rule(name).proper for name in self._others)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """−½ δᵀΛδ with its constant for the weights of the earlier posterior, and the log density by `rest` for others."""
-        others = {name: weight for name, weight in weights.items() if name not in self.posterior.means}
-        own = {name: weight for name, weight in weights.items() if name not in others}
+        others = {name: weight for name, weight in weights.items() if name not in self.law.means}
+        known = {name: weight for name, weight in weights.items() if name not in others}
         parts = [self.rest.log_prob(others)] if others else []
-        if own and self.independent:
-            parts += [self.elementwise(name, weight).sum() for name, weight in own.items()]
-        elif own:
-            parts.append(self._quadratic(own))
+        if known and self.independent:
+            parts += [self.elementwise(name, weight).sum() for name, weight in known.items()]
+        elif known:
+            parts.append(self._quadratic(known))
         return total(parts)
 
     def _quadratic(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -109,17 +105,17 @@ class Earlier(Prior):
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
         """The log density of each element, where elements are independent."""
-        if name not in self.posterior.means:
+        if name not in self.law.means:
             return self.rest.elementwise(name, weight)
         if not self.independent:
-            raise ValueError(f"Earlier is one density over all weights of {self.posterior!r}: {name!r} alone has none")
+            raise ValueError(f"Earlier is one density over all weights of {self._shown}: {name!r} alone has none")
         earlier = self.there({name: weight})
         mean, scale = earlier.means[name].to(weight.dtype), earlier.scales[name].to(weight.dtype)
         return -0.5 * ((weight - mean) / scale).square() - scale.log() - 0.5 * LOG_2PI
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
         """E log p(w) under w ~ N(mean, scale²), where elements are independent: −½ (((μ' − μ)² + σ'²)/σ² + log 2πσ²)."""
-        if name not in self.posterior.means:
+        if name not in self.law.means:
             return self.rest.expectation(name, mean, scale)
         if not self.independent:
             return None
@@ -128,34 +124,35 @@ class Earlier(Prior):
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         """Draws of one weight: a marginal, which `sample` does not use."""
-        if name not in self.posterior.means:
+        if name not in self.law.means:
             return self.rest.draw(name, like, generator, draws)
         drawn = self._drawn(generator, math.prod(draws))[name]
         return drawn.reshape(*draws, *like.shape).to(generator.device)
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
         """Weights drawn together from the earlier posterior, and others by `rest`."""
-        others = {name: weight for name, weight in like.items() if name not in self.posterior.means}
-        found = self.rest.sample(others, generator, draws)
-        drawn = self._drawn(generator, 1 if draws is None else draws)
-        own = {name: drawn[name][0] if draws is None else drawn[name] for name in like if name in self.posterior.means}
-        return {name: found[name] if name in found else own[name].to(weight) for name, weight in like.items()}
+        others = {name: weight for name, weight in like.items() if name not in self.law.means}
+        apart = self.rest.sample(others, generator, draws)
+        together = self._drawn(generator, 1 if draws is None else draws)
+        if draws is None:
+            together = {name: value[0] for name, value in together.items()}
+        return {name: apart[name] if name in apart else together[name].to(weight) for name, weight in like.items()}
 
     def _drawn(self, generator: torch.Generator, count: int) -> Mapping[str, Tensor]:
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        return self.posterior.weights(count, seed=seed)
+        return self.law.draws(0, count, seed)
 
     def there(self, weights: Mapping[str, Tensor]) -> Any:
-        """The earlier posterior, on the device of these weights; their shapes must be its own."""
+        """The law of the earlier posterior, on the device of these weights; their shapes must be its own."""
         for name, weight in weights.items():
-            if name in self.posterior.means and weight.shape != self.posterior.means[name].shape:
+            if name in self.law.means and weight.shape != self.law.means[name].shape:
                 raise ValueError(
                     f"prior does not fit this network: {name!r} has shape {tuple(weight.shape)}, and shape "
-                    f"{tuple(self.posterior.means[name].shape)} in the earlier posterior"
+                    f"{tuple(self.law.means[name].shape)} in the earlier posterior"
                 )
         device = next(iter(weights.values())).device
         if device not in self._elsewhere:
-            self._elsewhere[device] = self.posterior.to(device)
+            self._elsewhere[device] = self.law.to(device)
         return self._elsewhere[device]
 
 
@@ -185,27 +182,21 @@ class _Square(torch.autograd.Function):
 
 
 def earlier_posterior(prior: Prior, names: Sequence[str], weights: Mapping[str, Tensor]) -> Any:
-    """The posterior that is the prior of these weights together, on their device; None where each weight has its own prior."""
+    """The law that is the prior of these weights together, on their device; None where each weight has its own prior."""
     rule = prior.rule(names[0])
     if not isinstance(rule, Earlier) or rule.independent:
         return None
-    posterior = rule.there({name: weights[name] for name in names})
-    if set(posterior.means) != set(names):
+    law = rule.there({name: weights[name] for name in names})
+    if set(law.means) != set(names):
         raise ValueError(
-            f"prior is a posterior of {', '.join(posterior.means)}, and this one is to be of {', '.join(names)}: use the same "
+            f"prior is a posterior of {', '.join(law.means)}, and this one is to be of {', '.join(names)}: use the same "
             "where= for all tasks"
         )
-    return posterior
-
-
-def _as_prior(rest: Prior | Mapping[str, Prior]) -> Prior:
-    from plausible.core.priors.composed import as_prior
-
-    return as_prior(rest)
+    return law
 
 
 def _digest(means: Mapping[str, Tensor]) -> str:
-    found = hashlib.blake2b(digest_size=4)
+    digest = hashlib.blake2b(digest_size=4)
     for value in means.values():
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

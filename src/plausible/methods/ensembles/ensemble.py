@@ -13,7 +13,9 @@ from plausible.core.weights import index
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits, create
 from plausible.methods.ensembles.stacking import FirstOfSeveral, Member, Stacked, of_member
 from plausible.methods.points.map import MAP
-from plausible.posteriors.base import DrawsPosterior, MixturePosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.mixture import MixturePosterior
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian

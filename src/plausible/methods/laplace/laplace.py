@@ -36,13 +36,12 @@ from plausible.methods.laplace.stages import (
 )
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import record_of
+from plausible.posteriors.linearised import PREDICTIVES
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
-
-PREDICTIVES = ("linearised", "probit", "bridge", "sampled")
 
 
 @register

@@ -27,7 +27,7 @@ from plausible.core.priors.composed import leaves
 from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
-from plausible.posteriors.linearised import LaplacePosterior, centre, gaussian_rule, rule_centre
+from plausible.posteriors.linearised import CurvedGaussian, LaplacePosterior, centre, gaussian_rule, rule_centre
 
 if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
@@ -229,11 +229,8 @@ class Mode:
             self.method,
             model,
             record,
-            means,
+            CurvedGaussian(means, self.curvature, self.precision, self.scale),
             points,
-            self.curvature,
-            self.precision,
-            self.scale,
             self.method.predictive,
             self.evidence(),
             self.report,

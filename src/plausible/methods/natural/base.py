@@ -29,7 +29,7 @@ from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
@@ -229,7 +229,8 @@ class NaturalGradient(Method):
         ess = model.num_data / model.temperature
         state = fitted.state
         scales = {name: deviation(s, ess).to(state.weights[name].dtype) for name, s in state.curvature.items()}
-        return GaussianPosterior.of(self, model, fitted, scales, dict.fromkeys(scales, "weights"))
+        law = DiagonalGaussian.of(model, fitted, scales, dict.fromkeys(scales, "weights"))
+        return LawPosterior.of(self, model, fitted, law)
 
 
 def gaussian_parts(model: Model) -> dict[str, Quadratic | None]:

@@ -15,7 +15,8 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone
 from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch

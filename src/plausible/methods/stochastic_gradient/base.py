@@ -16,7 +16,8 @@ from plausible.core.serialise import check_count
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.posteriors.base import Posterior
+from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch

@@ -17,6 +17,7 @@ from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.by_moments import ByMoments, kl
+from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
 
 if TYPE_CHECKING:
@@ -90,4 +91,4 @@ class DVI(ByMoments):
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
-        return MomentsPosterior.of(self, model, fitted, scales)
+        return MomentsPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales))

@@ -20,7 +20,7 @@ from plausible.core.serialise import check_count, check_number
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Run, Traits
 from plausible.methods.variational.bound import RHO, Bound, BoundState, Terms, log_prior_of_points
-from plausible.posteriors.gaussian import GaussianPosterior
+from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch
@@ -217,7 +217,7 @@ class Independent(Bound):
     def posterior(self, model: Model, run: Run[Prepared], fitted: Fitted) -> Posterior:
         state: BoundState = fitted.state
         scales = {name: F.softplus(rho) for name, rho in state.rhos.items()}
-        return GaussianPosterior.of(self, model, fitted, scales, run.prepared.ways)
+        return LawPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales, run.prepared.ways))
 
 
 def fitted_names(model: Model) -> tuple[str, ...]:

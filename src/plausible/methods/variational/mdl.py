@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from plausible.blocks.moments.activations import RULES
 from plausible.blocks.moments.networks import Layer
 from plausible.blocks.variational import entropy
-from plausible.core import likelihoods, storage
+from plausible.core import likelihoods
 from plausible.core import weights as tree
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
@@ -23,7 +22,9 @@ from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.by_moments import PRIOR, ByMoments, kl
+from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
+from plausible.posteriors.saving import Content
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -126,8 +127,7 @@ class MDL(ByMoments):
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> CodedPosterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
-        posterior = CodedPosterior.of(self, model, fitted, scales)
-        assert isinstance(posterior, CodedPosterior)
+        posterior = CodedPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales))
         posterior.coding = tree.clone(fitted.state.part(PRIOR))
         return posterior
 
@@ -224,19 +224,12 @@ class CodedPosterior(MomentsPosterior):
             report["description_length"] = {"data": length.data, "weights": length.weights}
         return report
 
-    def _moved(self, model: Model, device: torch.device) -> CodedPosterior:
-        moved = super()._moved(model, device)
-        assert isinstance(moved, CodedPosterior)
-        moved.coding = tree.to(self.coding, device)
-        return moved
-
-    def _write(self, folder: Path) -> dict[str, Any]:
-        return {**super()._write(folder), "coding_sha256": storage.write_tensors(folder / "coding.safetensors", self.coding)}
+    def content(self) -> Content:
+        plain = super().content()
+        return replace(plain, tensors={**plain.tensors, "coding": self.coding})
 
     @classmethod
-    def _read(cls, folder: Path, content: Mapping[str, Any], method: Any, model: Model) -> CodedPosterior:
-        posterior = super()._read(folder, content, method, model)
-        assert isinstance(posterior, CodedPosterior)
-        found = storage.read_tensors(folder / "coding.safetensors", content["coding_sha256"])
-        posterior.coding = tree.to(found, posterior.device)
+    def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
+        posterior = super().rebuilt(method, model, run, content)
+        posterior.coding = dict(content.tensors.get("coding", {}))
         return posterior

@@ -18,7 +18,7 @@ from plausible.core.serialise import check_count, check_number
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.bound import Bound, Terms, log_prior_of_points
-from plausible.posteriors.family import FamilyPosterior
+from plausible.posteriors.laws import FamilyLaw, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch
@@ -131,7 +131,8 @@ class Reparameterised(Bound):
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
     def posterior(self, model: Model, run: Run[Family], fitted: Fitted) -> Posterior:
-        return FamilyPosterior.of(self, model, fitted, parameters_of(fitted.state.weights))
+        parameters = clone(parameters_of(fitted.state.weights))
+        return LawPosterior.of(self, model, fitted, FamilyLaw(self.family, select(model.initial, model.random), parameters))
 
 
 def _double(values: Weights) -> Weights:

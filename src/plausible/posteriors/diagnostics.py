@@ -12,11 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains import convergence as diagnostics
-from plausible.posteriors.base import DrawsPosterior, Posterior
+from plausible.blocks.chains.convergence import (
+    LIMIT,
+    ebfmi,
+    ess_bulk,
+    ess_tail,
+    mcse,
+    mcse_quantile,
+    mcse_sd,
+    rhat,
+    spaced,
+    summarise,
+    summary,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from plausible.posteriors.draws import DrawsPosterior
 
 COLUMNS = ("mean", "sd", "mcse", "ess_bulk", "ess_tail", "rhat")
 HEADS = {"ess_bulk": "ESS bulk", "ess_tail": "ESS tail", "rhat": "R̂"}
@@ -30,9 +43,9 @@ LEAST = 4
 
 def stored(posterior: Any) -> DrawsPosterior:
     """The posterior, where it keeps draws in the order of its chains."""
-    if not isinstance(posterior, DrawsPosterior):
-        kind = type(posterior).__name__ if isinstance(posterior, Posterior) else f"object of type {type(posterior).__name__}"
-        raise TypeError(f"a {kind} has no chains: it does not keep draws in their order")
+    if not (hasattr(posterior, "store") and hasattr(posterior, "chains")):
+        what = type(posterior).__name__ if hasattr(posterior, "functions") else f"object of type {type(posterior).__name__}"
+        raise TypeError(f"a {what} has no chains: it does not keep draws in their order")
     return posterior
 
 
@@ -51,13 +64,13 @@ def chosen_weights(posterior: DrawsPosterior, names: str | Sequence[str] | None 
     """Random weights whose name matches one of the patterns (`"0.*"`), with the shape of a draw; all by default."""
     shapes = posterior.store.shapes()
     patterns = [names] if isinstance(names, str) else list(names) if names is not None else ["*"]
-    found: dict[str, tuple[int, ...]] = {}
+    chosen: dict[str, tuple[int, ...]] = {}
     for pattern in patterns:
         matching = [name for name in posterior.model.random if name == pattern or fnmatch.fnmatch(name, pattern)]
         if not matching:
             raise ValueError(f"names: no random weight matches {pattern!r}; there are {', '.join(posterior.model.random)}")
-        found |= {name: tuple(shapes[name]) for name in matching}
-    return found
+        chosen |= {name: tuple(shapes[name]) for name in matching}
+    return chosen
 
 
 def weight_chains(
@@ -69,19 +82,19 @@ def weight_chains(
     """
     shapes = chosen_weights(posterior, names)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    chosen = diagnostics.spaced(sum(sizes.values()), limit or sum(sizes.values()))
+    chosen = spaced(sum(sizes.values()), limit or sum(sizes.values()))
     places: dict[str, Tensor] = {}
     start = 0
     for name, size in sizes.items():
-        own = chosen[(chosen >= start) & (chosen < start + size)] - start
-        if len(own):
-            places[name] = own
+        inside = chosen[(chosen >= start) & (chosen < start + size)] - start
+        if len(inside):
+            places[name] = inside
         start += size
     pieces = [
-        torch.cat([draws[name].reshape(len(draws[name]), -1)[:, own.to(draws[name].device)] for name, own in places.items()], 1)
+        torch.cat([draws[name].reshape(len(draws[name]), -1)[:, at.to(draws[name].device)] for name, at in places.items()], 1)
         for draws in posterior.store.shards()
     ]
-    words = [label for name, own in places.items() for label in _indexed(name, shapes[name], own.tolist())]
+    words = [label for name, at in places.items() for label in _indexed(name, shapes[name], at.tolist())]
     return by_chain(posterior, torch.cat(pieces)), words
 
 
@@ -134,7 +147,6 @@ class SummaryTable:
         return self.columns[column]
 
     def row(self, name: str) -> dict[str, float]:
-        """The numbers of one quantity."""
         if name not in self.names:
             raise KeyError(f"{name!r} is not in the table, which has {', '.join(self.names[:8])}, …")
         place = self.names.index(name)
@@ -177,7 +189,6 @@ class SummaryTable:
         return table
 
     def to_markdown(self) -> str:
-        """The table in Markdown."""
         heads = ["quantity", *(HEADS.get(name, name) for name in COLUMNS)]
         lines = [heads, ["---", *["---:"] * len(COLUMNS)], *self._cells()]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -198,10 +209,14 @@ def _cell(column: str, value: float) -> str:
     return f"{value:,.0f}" if column.startswith("ess") else f"{value:.4g}".replace("-", "−")
 
 
-def tabulate(posterior: Any, x: Any = None, names: str | Sequence[str] | None = None) -> SummaryTable:
-    """The table behind `plausible.diagnostics.summary_table`."""
+def summary_table(posterior: Any, x: Any = None, names: str | Sequence[str] | None = None) -> SummaryTable:
+    """One row for each function value f(x), or each weight: mean, sd, mcse, ess_bulk, ess_tail, rhat; see `SummaryTable`.
+
+    x: inputs at which functions are looked at, where permuting hidden units does not matter. Without it the table has the random
+    weights, or those whose names match `names` (patterns such as "0.*").
+    """
     values, words = quantities(stored(posterior), x, names)
-    return SummaryTable(tuple(words), diagnostics.summary(values), values.shape[0], values.shape[1])
+    return SummaryTable(tuple(words), summary(values), values.shape[0], values.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,11 +225,11 @@ def tabulate(posterior: Any, x: Any = None, names: str | Sequence[str] | None = 
 
 def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:
     """`draws`, `chains`, and where chains are long enough the worst R̂, effective sizes and standard error; see `summarise`."""
-    found: dict[str, Any] = {"draws": len(posterior), "chains": posterior.chains, "divergences": 0}
+    counts: dict[str, Any] = {"draws": len(posterior), "chains": posterior.chains, "divergences": 0}
     if len(posterior) // posterior.chains < LEAST:
-        return found
-    values, _ = quantities(posterior, x, limit=None if x is not None else diagnostics.LIMIT)
-    return found | diagnostics.summarise(values)
+        return counts
+    values, _ = quantities(posterior, x, limit=None if x is not None else LIMIT)
+    return counts | summarise(values)
 
 
 def transitions(posterior: Any) -> dict[str, Any]:
@@ -226,24 +241,24 @@ def transitions(posterior: Any) -> dict[str, Any]:
     """
     known: Mapping[str, Tensor] = posterior.statistics
     thin = getattr(posterior.method, "thin", 1)
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "transitions": len(posterior) * thin,
         "divergences": int(known["divergent"].sum()) if "divergent" in known else 0,
     }
     for name, each in (("acceptance", 1), ("step_size", 1), ("leapfrogs", thin)):
         if name in known:
-            found[name] = float(known[name].mean()) / each
+            numbers[name] = float(known[name].mean()) / each
     if "acceptance" in known:
-        found["acceptance_least"] = float(known["acceptance"].mean(1).min())
+        numbers["acceptance_least"] = float(known["acceptance"].mean(1).min())
     for setting in ("target_acceptance", "max_depth"):
         if isinstance(value := getattr(posterior.method, setting, None), int | float):
-            found[setting] = value
-    if "depth" in known and "max_depth" in found:
-        found["saturated"] = float((known["depth"] >= found["max_depth"]).double().mean())
+            numbers[setting] = value
+    if "depth" in known and "max_depth" in numbers:
+        numbers["saturated"] = float((known["depth"] >= numbers["max_depth"]).double().mean())
     if has_momenta(posterior, known):
-        smallest = diagnostics.ebfmi(known["energy"], known.get("energy_change")).nan_to_num(torch.inf).min()
-        found["ebfmi"] = float(smallest)
-    return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}
+        smallest = ebfmi(known["energy"], known.get("energy_change")).nan_to_num(torch.inf).min()
+        numbers["ebfmi"] = float(smallest)
+    return {name: value for name, value in numbers.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def has_momenta(posterior: Any, known: Mapping[str, Tensor]) -> bool:
@@ -259,13 +274,31 @@ def has_momenta(posterior: Any, known: Mapping[str, Tensor]) -> bool:
 
 def report(posterior: Any, x: Any = None) -> dict[str, Any]:
     """All about a run of chains: `convergence` of f(x) or of the weights, `transitions`, seconds, effective draws a second."""
-    found = convergence(posterior, x) | transitions(posterior)
+    numbers = convergence(posterior, x) | transitions(posterior)
     seconds = posterior.run.get("seconds")
     if seconds:
-        found["seconds"] = float(seconds)
-        if "ess_bulk" in found and math.isfinite(found["ess_bulk"]):
-            found["ess_per_second"] = found["ess_bulk"] / float(seconds)
-    return found
+        numbers["seconds"] = float(seconds)
+        if "ess_bulk" in numbers and math.isfinite(numbers["ess_bulk"]):
+            numbers["ess_per_second"] = numbers["ess_bulk"] / float(seconds)
+    return numbers
 
 
-__all__ = ["SummaryTable", "by_chain", "convergence", "function_chains", "quantities", "report", "tabulate", "transitions"]
+__all__ = [
+    "SummaryTable",
+    "by_chain",
+    "convergence",
+    "ebfmi",
+    "ess_bulk",
+    "ess_tail",
+    "function_chains",
+    "mcse",
+    "mcse_quantile",
+    "mcse_sd",
+    "quantities",
+    "report",
+    "rhat",
+    "summarise",
+    "summary",
+    "summary_table",
+    "transitions",
+]

@@ -1,0 +1,123 @@
+"""A function of many draws of the weights: all of them at once where `vmap` can, in chunks that fit into memory.
+
+Whoever needs f(x; w) for many w asks here, so that there is one way of stacking, one fallback and one rule about memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from plausible.core import weights as tree
+from plausible.core.data import num_rows, take
+from plausible.core.weights import Weights
+
+if TYPE_CHECKING:
+    from plausible.core.model import Model
+
+log = logging.getLogger("plausible")
+
+NUMBERS = 2**26
+"""Numbers that the draws held at once have together: 256 MiB in float32."""
+
+ROWS = 2**17
+"""Draws × inputs that are evaluated at once."""
+
+PART = 4096
+"""Inputs that are evaluated at once where nobody says how many."""
+
+LARGE = 10**7
+"""Numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves."""
+
+LOOPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Networks for which `vmap` has failed: their draws are evaluated one by one from then on."""
+
+
+def at_once(numbers: int, rows: int = 1, *, copies: int = 1, block: int = 1) -> int:
+    """How many draws of so many `numbers` to evaluate at once on `rows` inputs, a multiple of `block`: the rule about memory.
+
+    `copies` says how many times more memory an input takes than in a forward pass.
+    """
+    most = min(NUMBERS // max(1, numbers), ROWS // max(1, rows * copies))
+    return block * max(1, most // block)
+
+
+def map_draws(function: Callable[[Weights], Any], stacked: Weights, network: nn.Module) -> Any:
+    """`function(w)` of each draw w of stacked weights, stacked again: by `vmap`, or one by one where the network does not allow it.
+
+    That is found out by trying, said once, and remembered for the network.
+    """
+    count = len(next(iter(stacked.values())))
+
+    def one_by_one() -> Any:
+        return tree.stack([function(tree.index(stacked, k)) for k in range(count)])
+
+    if count == 1:
+        return tree.tree_map(lambda leaf: leaf.unsqueeze(0), function(tree.index(stacked, 0)))
+    if network in LOOPED:
+        return one_by_one()
+    try:
+        return torch.func.vmap(function)(stacked)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        results = one_by_one()  # where this fails too, the inputs are at fault and not vmap
+        log.debug("vmap over draws failed (%s): they are evaluated one by one", error)
+        LOOPED.add(network)
+        return results
+
+
+def outputs_of_draws(
+    model: Model,
+    source: Callable[[int, int], Weights],
+    total: int,
+    inputs: Any,
+    *,
+    fixed: Mapping[str, Tensor] | None = None,
+    batch_size: int | None = None,
+    block: int = 1,
+) -> tuple[Tensor, Weights]:
+    """f(x; w) for `total` draws, [S, N, *outputs], and the likelihood's own weights of each, by name [S, …].
+
+    `source(first, count)` gives draws number first … first + count − 1, stacked; each is asked for once, `block` of them or a
+    multiple at a time. `fixed` are weights and buffers that all draws share, so that `vmap` computes what they alone say once.
+    """
+    fixed, rows = dict(fixed or {}), num_rows(inputs)
+    device = next(iter(model.initial.values())).device
+    numbers = max(1, tree.num_elements({n: w for n, w in {**model.initial, **model.buffers}.items() if n not in fixed}))
+    single = numbers * rows > LARGE
+    part = batch_size or min(rows, _part(inputs, single, device))
+    chunk = block if single else at_once(numbers, part, block=block)
+    outputs: Tensor | None = None
+    noise = []
+    for first in range(0, total, chunk):
+        count = min(chunk, total - first)
+        stacked = source(first, count)
+        shared = {name: fixed[name].expand(count, *fixed[name].shape) for name in model.likelihood_names if name in fixed}
+        noise.append(model.noise({**shared, **stacked}))
+        # Weights outside, inputs inside: large weights then stay in the caches while all inputs pass by.
+        for place, draws in [(k, tree.index(stacked, slice(k, k + 1))) for k in range(count)] if single else [(0, stacked)]:
+            for start in range(0, rows, part):
+                x = inputs if part >= rows else take(inputs, slice(start, start + part))
+                values = map_draws(lambda w, x=x: model.outputs({**fixed, **w}, x), draws, model.network)  # type: ignore[misc]
+                if values.ndim < 2 or values.shape[1] != num_rows(x):
+                    raise ValueError(f"x: the network gives {list(values.shape[1:])} for {num_rows(x)} inputs")
+                if outputs is None:
+                    outputs = values.new_empty(total, rows, *values.shape[2:])
+                at = first + place
+                outputs[at : at + len(values), start : start + num_rows(x)] = values
+    assert outputs is not None
+    return outputs, noise[0] if len(noise) == 1 else tree.concatenate(noise)
+
+
+def _part(inputs: Any, single: bool, device: torch.device) -> int:
+    """Inputs at a time: small parts of large products stay in the caches of a CPU, large ones keep a GPU busy."""
+    vectors = isinstance(inputs, Tensor) and inputs.ndim == 2
+    if not (single and vectors):
+        return PART
+    return 1024 if device.type == "cpu" else 16384
