@@ -58,11 +58,9 @@ class LoRA(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the frozen layer."""
         return self.base.bias
 
     def extra_repr(self) -> str:
-        """For printing."""
         return f"rank={self.rank}, scale={self.scale:g}"
 
 

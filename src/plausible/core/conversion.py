@@ -104,10 +104,8 @@ def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: s
     if not converted or any(value.ndim == 0 for value in converted):
         raise ValueError(f"{name} must have a leading axis of examples, got a scalar or nothing")
     if len(lengths := {len(value) for value in converted}) > 1:
-        raise ValueError(
-            f"all inputs in {name} must have the same number of examples, got lengths {sorted(lengths)}"
-            + "; a list of tensors is several inputs: torch.stack makes it one" * isinstance(x, list)
-        )
+        hint = "; a list of tensors is several inputs: torch.stack makes it one" if isinstance(x, list) else ""
+        raise ValueError(f"all inputs in {name} must have the same number of examples, got lengths {sorted(lengths)}{hint}")
     return pytree.tree_unflatten(converted, spec)
 
 

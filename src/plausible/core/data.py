@@ -126,7 +126,6 @@ class ArrayData:
         return select_rows(self.batch, index)
 
     def all(self) -> Batch:
-        """The whole data as one batch."""
         return self.batch
 
     def chunks(self, size: int) -> Iterator[Batch]:
@@ -222,7 +221,6 @@ class StreamData:
             yield self.rows(torch.arange(start, min(start + size, self.num_data)))
 
     def all(self) -> Batch:
-        """A stream cannot be had whole."""
         raise ValueError(
             "this needs the whole data at once (batch_size=None, or a full-data sampler) and got a streamed data set; "
             "pass tensors or arrays, or a batch_size"
@@ -263,10 +261,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     if isinstance(data, (tuple, list)):
         return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
     if is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)) or not _is_source(data):
-        raise TypeError(
-            f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}"
-            + "; for a data frame pass (frame[inputs], frame[[target]])" * is_frame(data)
-        )
+        hint = "; for a data frame pass (frame[inputs], frame[[target]])" if is_frame(data) else ""
+        raise TypeError(f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}{hint}")
     if mask is not None and not isinstance(mask, str):
         raise ValueError("mask= as an array goes with data given as arrays; for data sets and loaders use mask='nan'")
     known, certain = _length(data)

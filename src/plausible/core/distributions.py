@@ -172,11 +172,9 @@ class Affine(distributions.Distribution):
         return self.scale.square() * self.base.variance
 
     def rsample(self, sample_shape: Any = _ONE) -> Tensor:
-        """Samples with gradients."""
         return self.loc + self.scale * self.base.rsample(sample_shape)
 
     def sample(self, sample_shape: Any = _ONE) -> Tensor:
-        """Samples without gradients."""
         with torch.no_grad():
             return self.loc + self.scale * self.base.sample(sample_shape)
 

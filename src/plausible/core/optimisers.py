@@ -111,7 +111,6 @@ class AdamW(Optimiser):
         check_number(self, "weight_decay", at_least=0)
 
     def init(self, weights: Mapping[str, Tensor]) -> AdamState:
-        """Zero means and a zero count."""
         return AdamState(_zero_step(weights), _zeros(weights), _zeros(weights))
 
     def _pure(
@@ -192,7 +191,6 @@ class SGD(Optimiser):
             raise ValueError("SGD: nesterov=True needs a momentum above 0, got momentum=0; try momentum=0.9")
 
     def init(self, weights: Mapping[str, Tensor]) -> SGDState:
-        """Zero velocities and a zero count."""
         return SGDState(_zero_step(weights), _zeros(weights) if self.momentum else {})
 
     def _pure(

@@ -51,7 +51,6 @@ class Constant(Schedule):
         check_number(self, "value", above=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:  # noqa: ARG002
-        """The value, whatever the step."""
         return torch.full((), self.value, dtype=torch.float32, device=step.device)
 
 
@@ -68,7 +67,6 @@ class Linear(Schedule):
         check_number(self, "end", at_least=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The point on the line."""
         return self.start + (self.end - self.start) * _progress(step, 0, total)
 
 
@@ -112,7 +110,6 @@ class Exponential(Schedule):
         check_number(self, "end", above=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The point on the geometric curve."""
         return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, 0, total))
 
 
@@ -135,7 +132,6 @@ class Steps(Schedule):
         object.__setattr__(self, "milestones", tuple(sorted(float(milestone) for milestone in given)))
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The value on the current stair."""
         value = torch.full((), self.value, dtype=torch.float32, device=step.device)
         for milestone in self.milestones:
             value = torch.where(step >= math.ceil(milestone * total), value * self.factor, value)
@@ -192,7 +188,6 @@ class Cyclical(Schedule):
         check_count(self, "cycles")
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The point on the current wave."""
         length = max(math.ceil(total / self.cycles), 1)
         place = torch.remainder(step.clamp(max=max(total - 1, 0)), length)
         return self.start * _half_wave((length - place).float() / length)

@@ -132,7 +132,6 @@ class FunctionDensity(Density):
         self.function, self.prior, self.size, self.dtype = log_likelihood, prior, size, dtype
 
     def evaluate(self, position: Tensor) -> Evaluation:
-        """By autograd."""
         with torch.enable_grad():
             leaf = position.detach().requires_grad_()
             likelihood = self.function(leaf)

@@ -55,7 +55,6 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def scheme_for(name: str) -> Scheme:
-    """The scheme of this name."""
     if name not in SCHEMES:
         raise ValueError(f"integrator must be one of {', '.join(map(repr, SCHEMES))}, got {name!r}")
     return SCHEMES[name]

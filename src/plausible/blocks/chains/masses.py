@@ -51,7 +51,6 @@ class Diagonal(NamedTuple):
         return _energy(momentum, self.velocity(momentum))
 
     def rows(self, index: Tensor) -> Self:
-        """The metric of some of the chains."""
         return self._replace(inverse_mass=self.inverse_mass[index]) if self.inverse_mass.ndim == 2 else self
 
 
@@ -77,7 +76,6 @@ class Dense(NamedTuple):
         return 0.5 * _times(momentum, self.factor).square().sum(-1, dtype=torch.float64)
 
     def rows(self, index: Tensor) -> Self:
-        """The metric of some of the chains."""
         return self if self.covariance.ndim == 2 else type(self)(self.covariance[index], self.factor[index])
 
 
@@ -106,7 +104,6 @@ class LowRank(NamedTuple):
         return _energy(momentum, self.velocity(momentum))
 
     def rows(self, index: Tensor) -> Self:
-        """The metric of some of the chains."""
         return self if self.scale.ndim == 1 else type(self)(*(part[index] for part in self))
 
     def _stretched(self, vector: Tensor, values: Tensor) -> Tensor:

@@ -112,7 +112,6 @@ class _Forest:
     ROWS = ("chain", "ends", "total", "vectors", "numbers", "log_weight", "energy", "step", "going")
 
     def explored(self) -> Explored:
-        """The result for all chains."""
         self._write()
         vectors, numbers = self.chosen
         accepted, states, divergent, leapfrogs, depth = self.tally.unbind(1)

@@ -130,7 +130,6 @@ class Elementwise(OutputFisher):
         return self._values.sqrt().T[position, :, None]
 
     def diagonal(self) -> Tensor:
-        """The values."""
         return self._values[..., None]
 
     def _shares(self, scale: Tensor) -> Tensor:
@@ -238,7 +237,6 @@ class Dense(OutputFisher):
         return self._root[:, position, :, column]
 
     def diagonal(self) -> Tensor:
-        """Those of the matrices."""
         return self._matrices.diagonal(dim1=-2, dim2=-1)
 
     def _shares(self, scale: Tensor) -> Tensor:

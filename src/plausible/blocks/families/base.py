@@ -176,7 +176,6 @@ class FlatFamily(Family):
         return flatten(select(weights, self.like))
 
     def status(self, name: str) -> str:  # noqa: ARG002
-        """All together."""
         return "inferred, jointly with all others"
 
 

@@ -61,7 +61,6 @@ class FullRankFamily(FlatFamily):
         return sloping(value, self.named(slope), drawn.weights)
 
     def means(self, parameters: Weights) -> Weights:
-        """The parts of μ."""
         return self.named(parameters["mean"])
 
     def scales(self, parameters: Weights) -> Weights:

@@ -73,7 +73,6 @@ class LowRankFamily(FlatFamily):
         return -0.5 * quadratic - logs - 0.5 * math.log(2 * math.pi) * self.size
 
     def means(self, parameters: Weights) -> Weights:
-        """The parts of μ."""
         return self.named(parameters["mean"])
 
     def scales(self, parameters: Weights) -> Weights:

@@ -119,7 +119,6 @@ class MatrixNormalFamily(Family):
         return sloping(torch.stack(values).sum(), slopes, drawn.weights)
 
     def means(self, parameters: Weights) -> Weights:
-        """M by name."""
         return {name: parameters[f"mean of {name}"] for name in self.like}
 
     def scales(self, parameters: Weights) -> Weights:
@@ -134,5 +133,4 @@ class MatrixNormalFamily(Family):
         return found
 
     def status(self, name: str) -> str:
-        """Rows × columns, or independent."""
         return "inferred, rows × columns" if self.shapes[name] else "inferred, independent"

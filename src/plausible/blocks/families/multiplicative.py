@@ -102,7 +102,6 @@ class MultiplicativeFamily(Family):
         return mean * factors.reshape(shape)
 
     def status(self, name: str) -> str:
-        """With factors, or independent."""
         if name not in self.axes:
             return "inferred, independent Gaussians"
         return f"inferred, with a factor for each {'input' if self.axes[name] else 'filter'}"

@@ -75,7 +75,6 @@ class RadialFamily(Family):
         return torch.stack(terms).sum()
 
     def means(self, parameters: Weights) -> Weights:
-        """μ by name."""
         return {name: parameters[f"mean of {name}"] for name in self.like}
 
     def scales(self, parameters: Weights) -> Weights:
@@ -83,7 +82,6 @@ class RadialFamily(Family):
         return {name: F.softplus(parameters[f"rho of {name}"]) / math.sqrt(w.numel()) for name, w in self.like.items()}
 
     def status(self, name: str) -> str:  # noqa: ARG002
-        """Radial."""
         return "inferred, radially"
 
 

@@ -127,7 +127,7 @@ class RankOneFamily(Family):
         """Which weights have factors, and which are points."""
         if name in self.factored:
             return f"a point times inferred rank-one factors, {self.components} components"
-        return "trained as a point" + " in each component" * (name in self.repeated)
+        return "trained as a point in each component" if name in self.repeated else "trained as a point"
 
 
 def _along(vector: Tensor, axis: int, ndim: int) -> Tensor:

@@ -86,7 +86,6 @@ class FusedDensity(ModelDensity):
         return Evaluation(found.log_likelihood, found.log_prior, found.gradient)
 
     def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-likelihood and log prior."""
         found = self.evaluate(position)
         return found.log_likelihood, found.log_prior
 

@@ -142,7 +142,6 @@ class NativeDensity(ModelDensity):
         return Evaluation(found.log_likelihood, prior * scale, found.gradient + slope * scale)
 
     def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Without gradients."""
         q = self._ready(position)
         likelihood, prior = _numbers(len(q))
         density, _kept = self._density(len(q))

@@ -87,7 +87,6 @@ class Network(NamedTuple):
         return None if held is None else Weight(held.detach())
 
     def buffer(self, layer: Layer, name: str) -> Tensor:
-        """A buffer of a layer."""
         found = self.buffers.get(layer.prefix + name)
         return getattr(layer.module, name) if found is None else found
 

@@ -99,7 +99,6 @@ class Rule(Prior):
         return self.log_density(weight)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum of all log densities."""
         small = [weight.reshape(-1) for weight in weights.values() if weight.numel() < self.join_below]
         parts = [weight for weight in weights.values() if weight.numel() >= self.join_below]
         return total(self.log_density(part).sum() for part in [*parts, *([torch.cat(small)] if small else [])])

@@ -53,7 +53,6 @@ class Patterns(Prior):
 
     @property
     def proper(self) -> bool:
-        """Whether all rules are proper."""
         return all(prior.proper for _, prior in self.rules)
 
     @property
@@ -81,7 +80,6 @@ class Patterns(Prior):
         return self.rule(name).expectation(name, mean, scale)
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws by the rule of this name."""
         return self.rule(name).draw(name, like, generator, draws)
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
@@ -116,12 +114,10 @@ class FanIn(Prior):
 
     @property
     def proper(self) -> bool:
-        """As the base prior."""
         return self.prior.proper
 
     @property
     def independent(self) -> bool:
-        """As the base prior."""
         return self.prior.independent
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:

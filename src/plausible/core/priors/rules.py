@@ -88,7 +88,6 @@ class Gaussian(Rule):
         return self.scale**-2 if single and self.loc == 0 else None
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """The normal log density."""
         return -0.5 * self._residual(weight).square() - (_log(self.scale) + 0.5 * LOG_2PI)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -160,7 +159,6 @@ class StudentT(Rule):
         check_number(self, "scale", above=0)
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """The Student log density."""
         df = self.df
         constant = _lgamma((df + 1) / 2) - _lgamma(df / 2) - 0.5 * _log(df * math.pi) - _log(self.scale)
         return constant - 0.5 * (df + 1) * torch.log1p((weight / self.scale).square() / df)
@@ -312,7 +310,6 @@ class Flat(Rule):
 
     @property
     def proper(self) -> bool:
-        """False."""
         return False
 
     @property
@@ -325,9 +322,7 @@ class Flat(Rule):
         return torch.zeros_like(weight)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
-        """0."""
         return torch.zeros((), dtype=mean.dtype, device=mean.device)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Refused."""
         raise ValueError("Flat is improper and cannot be sampled")
