@@ -50,7 +50,7 @@ class Perceptron:
 
 def rows(name: Table) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test rows in float64; inputs are standardised by the training rows, targets are as they are."""
-    from plausible.apps.datasets.classical import small
+    from plausible.apps.datasets import small
 
     table = small(name, dtype=torch.float64)
     train, test = table.splits[0]

@@ -9,7 +9,7 @@ import typer
 from plausible.apps.cli.errors import guarded, note
 
 if TYPE_CHECKING:
-    from plausible.apps.datasets.entries import Entry, File
+    from plausible.apps.datasets.catalogue import Entry, File
     from plausible.apps.datasets.places import Found
 
 app = typer.Typer(help="Data sets: list them, get them, see where they lie.", no_args_is_help=True)

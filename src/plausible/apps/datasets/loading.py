@@ -8,17 +8,14 @@ from functools import partial
 from typing import Any
 
 from plausible.apps.datasets import images, places, text, toys
-from plausible.apps.datasets.catalogue import CATALOGUE, UCI, entry
-from plausible.apps.datasets.classical import LAYOUTS, small
-from plausible.apps.datasets.tables import uci
+from plausible.apps.datasets.catalogue import CATALOGUE, entry
+from plausible.apps.datasets.tables import small, uci
 
-LOADERS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(images, name) for name in ("mnist", "fashion_mnist", "cifar10", "cifar10_hmc")},
-    **{name: getattr(text, name) for name in ("imdb", "sst2", "sst5", "trec", "subj")},
-    **{known.name: partial(uci, known.name) for known in UCI},
-    **{name: partial(small, name) for name in LAYOUTS},
-    **{known.name: getattr(toys, known.name) for known in CATALOGUE.values() if known.toy},
-}
+LOADERS: dict[str, Callable[..., Any]] = {}
+for known in CATALOGUE.values():
+    home = {"images": images, "text": text, "toys": toys}.get(known.reader)
+    tables = {"uci": uci, "small": small}
+    LOADERS[known.name] = getattr(home, known.name) if home else partial(tables[known.reader], known.name)
 
 
 def load(name: str, **options: Any) -> Any:
@@ -28,11 +25,11 @@ def load(name: str, **options: Any) -> Any:
     `PLAUSIBLE_DATA`, then in the cache, then downloaded from their public origin and checked.
     """
     loader = LOADERS[entry(name).name]
-    known = inspect.signature(loader).parameters
-    unknown = [option for option in options if option not in known]
+    takes = inspect.signature(loader).parameters
+    unknown = [option for option in options if option not in takes]
     if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise TypeError(f"data set {name!r} has no option {unknown[0]!r}: {takes}")
+        there = ", ".join(takes) or "none"
+        raise TypeError(f"data set {name!r} has no option {unknown[0]!r}: it takes {there}")
     return loader(**options)
 
 
