@@ -87,7 +87,7 @@ def classification(folder):
 
 def test_scores_of_a_gaussian_mixture_in_closed_form():
     outputs = torch.tensor([[[0.0], [1.0]], [[2.0], [1.0]]])  # two draws, two rows
-    predictive = pl.predictive.Predictive.from_functions(outputs, pl.likelihoods.Gaussian(2.0))
+    predictive = pl.Predictive.from_functions(outputs, pl.likelihoods.Gaussian(2.0))
     y = torch.tensor([[0.5], [3.0]])
 
     def density(y, mean):
@@ -105,7 +105,7 @@ def test_scores_of_a_gaussian_mixture_in_closed_form():
 
 def test_scores_of_yes_and_no_targets():
     logits = torch.tensor([[[0.0, math.log(3)], [math.log(4), 0.0]]])  # p = 1/2, 3/4; 4/5, 1/2
-    predictive = pl.predictive.Predictive.from_functions(logits, pl.likelihoods.Bernoulli())
+    predictive = pl.Predictive.from_functions(logits, pl.likelihoods.Bernoulli())
     target = targets.Target(("a", "b"), "bernoulli", classes=(("no", "yes"), ("0", "1")))
     found = scores.held_out(target, predictive, torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     assert found["log_likelihood"] == pytest.approx((math.log(1 / 2 * 3 / 4) + math.log(4 / 5 * 1 / 2)) / 2, rel=1e-5)

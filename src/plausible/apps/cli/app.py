@@ -330,9 +330,6 @@ def methods(
 @guarded
 def compare(
     study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="A study of ours: uci-small, uci-tuned or uci.", show_default=False)
-    ] = None,
     datasets: Annotated[
         str | None, typer.Option(metavar="A,B", help="UCI sets; see: plausible data list.", show_default=False)
     ] = None,
@@ -348,8 +345,8 @@ def compare(
     seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the study's, or 0")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes.", show_default="the cores")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("comparison"),
-    published: Annotated[bool, typer.Option(help="Show published results beside ours.")] = True,
-    show: Annotated[bool, typer.Option("--show", help="Print the preset's TOML and stop.", show_default=False)] = False,
+    published: Annotated[bool, typer.Option(help="Show the published results that the study has.")] = True,
+    show: Annotated[bool, typer.Option("--show", help="Print a study to start from and stop.", show_default=False)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute everything again.", show_default=False)] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
     debug: Debug = False,  # noqa: ARG001
@@ -359,16 +356,16 @@ def compare(
     Results are kept fit by fit: a stopped comparison goes on where it was, and a changed method alone is fitted again.
     A fit that fails is shown as failed, the rest goes on, and the exit code is 1.
 
-    Example: plausible compare --preset uci-small --splits 5
+    Example: plausible compare study.toml --splits 5
     """
     if show:
-        from plausible.apps.compare.study import preset_text
+        from plausible.apps.compare.study import example
 
-        typer.echo(preset_text(preset or "uci-small"), nl=False)
+        typer.echo(example(), nl=False)
         return
     from plausible.apps.cli import comparing
 
-    asked = comparing.study_of(study, preset, words(datasets), words(methods), splits, reference=reference, seed=seed)
+    asked = comparing.study_of(study, words(datasets), words(methods), splits, reference=reference, seed=seed)
     good = comparing.compare(asked, out, jobs=jobs, overwrite=overwrite, quiet=quiet, published=published)
     if not good:
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plausible.apps.cli.errors import guarded, note
+from plausible.apps.report.words import plural
 
 if TYPE_CHECKING:
     from plausible.apps.datasets.catalogue import Entry, File
@@ -99,16 +100,11 @@ def get(
         if entry.toy:
             note(f"{entry.name} needs no files: it is made from a seed")
         elif absent:
-            note(f"{entry.name}: {files_text(len(absent))} downloaded into {places.cache_folder()}")
+            note(f"{entry.name}: {plural(len(absent), 'file')} downloaded into {places.cache_folder()}")
         else:
             note(f"{entry.name} is here already ({whereabouts(entry)[0]})")
     if failed:
         raise failed[0] if len(chosen) == 1 else OSError(f"{len(failed)} of {len(chosen)} data sets could not be had")
-
-
-def files_text(count: int) -> str:
-    """`1 file`, `4 files`."""
-    return f"{count} file{'s' * (count != 1)}"
 
 
 @app.command()
@@ -149,9 +145,11 @@ def where(
             elif name is not None:
                 typer.echo(f"{found.path}{': ok' if check else ''}")
     if check and name is None:
-        typer.echo(f"{files_text(checked)} checked")
+        typer.echo(f"{plural(checked, 'file')} checked")
     if damaged:
-        raise ValueError(f"{damaged} of {files_text(checked)} not as published: replace, or delete and `plausible data get`")
+        raise ValueError(
+            f"{damaged} of {plural(checked, 'file')} not as published: replace, or delete and `plausible data get`"
+        )
     if absent and name is not None:
         raise FileNotFoundError(f"not here: {', '.join(file.path for file in absent)}; try: plausible data get {name}")
 

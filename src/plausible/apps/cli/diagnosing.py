@@ -159,9 +159,9 @@ def _inputs(record: Record, data: Path) -> tuple[Any, list[int]]:
 
 def _stored(run: Path) -> dict[str, Any] | None:
     """Diagnostics of function values that the fit stored, where it has."""
-    from plausible.apps.report.stored import RECORD, Evidence
+    from plausible.apps.report.findings import RECORD, Findings
 
-    found = dict(Evidence.read(run).diagnostics) if (run / RECORD).is_file() else {}
+    found = dict(Findings.read(run).diagnostics) if (run / RECORD).is_file() else {}
     return found if found.get("rhat") is not None else None
 
 

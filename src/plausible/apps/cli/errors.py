@@ -19,7 +19,7 @@ R = TypeVar("R")
 tracebacks = False
 """Whether `plausible --debug …` asked for tracebacks."""
 
-EXPECTED = (ValueError, TypeError, OSError, MemoryError, ArithmeticError)
+EXPECTED = (ValueError, TypeError, OSError, MemoryError, ArithmeticError, ImportError)  # of an extra that is not installed
 
 
 class Interrupted(KeyboardInterrupt):

@@ -22,7 +22,7 @@ from plausible.apps.tables import Preprocessor, mlp
 if TYPE_CHECKING:
     from torch import nn
 
-    from plausible.apps.report.stored import Evidence
+    from plausible.apps.report.findings import Findings
     from plausible.posteriors.base import Posterior
 
 FORMAT = 1
@@ -134,7 +134,7 @@ def write(
     posterior: Posterior,
     metrics: Mapping[str, Any] | None,
     heldout: Mapping[str, Any],
-    evidence: Evidence,
+    evidence: Findings,
 ) -> None:
     """Write the folder beside its place, then put it there in one rename."""
     from plausible.apps.cli.files import write_csv

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plausible.analysis import metrics
+from plausible.apps.report.findings import Output
 from plausible.apps.report.statistics import (
     Test,
     association,
@@ -24,7 +25,6 @@ from plausible.apps.report.statistics import (
     spread,
     uniform,
 )
-from plausible.apps.report.stored import Output
 from plausible.apps.report.words import number, percent, plural
 
 LEVEL = 0.9
