@@ -130,7 +130,7 @@ for module in sys.argv[1:]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_any_name_can_be_the_first_that_a_program_uses() -> None:
-    modules = [f"plausible.cli.{module}" for module in ("training", "prediction", "view")]
+    modules = [f"plausible.apps.cli.{module}" for module in ("training", "prediction", "view")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", FIRST, *pl.__all__, *modules]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)

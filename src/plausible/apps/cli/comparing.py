@@ -160,8 +160,8 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
             peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
             table.add_row(row.title, *values, f"{row.seconds:.1f}", peak)
         if published and study.kind == "random":
-            for source, values in study.published.get(dataset, {}).items():
-                table.add_row(f"({source})", *(str(values.get(metric, "–")) for metric in ("log_likelihood", "rmse")))
+            for source, results in study.published.get(dataset, {}).items():
+                table.add_row(f"({source})", *(str(results.get(metric, "–")) for metric in ("log_likelihood", "rmse")))
         printer.print(table)
     if len(study.candidates) > 1 and summary.ranks:
         table = Table(

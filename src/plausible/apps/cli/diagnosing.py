@@ -166,8 +166,8 @@ def _stored(run: Path) -> dict[str, Any] | None:
 
 
 def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
-    from experiments.figures import new, save
     from plausible.apps import plots
+    from plausible.apps.plots.base import new_figure, save_figure
     from plausible.posteriors.summaries import has_momenta
 
     if folder.exists() and not folder.is_dir():
@@ -181,11 +181,11 @@ def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
     files = []
     for name, draw in wanted.items():
         try:
-            figure, ax = new()
+            figure, ax = new_figure()
         except ImportError as error:
             raise ValueError(f"--plots: {error}") from error
         draw(ax)
-        files += save(figure, folder / name, ("png",))
+        files += save_figure(figure, folder / name, ("png",))
     return files
 
 

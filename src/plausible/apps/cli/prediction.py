@@ -12,14 +12,14 @@ from plausible.apps.cli import runs
 from plausible.apps.cli.errors import note
 from plausible.apps.cli.files import read_table, write_csv
 from plausible.apps.cli.scores import class_probs
-from plausible.apps.cli.targets import Target
+from plausible.apps.responses import Response
 from plausible.apps.tables import listed
 
 if TYPE_CHECKING:
     from plausible.posteriors.predictive import Predictive
 
 
-def columns(target: Target, predictive: Predictive, level: float) -> dict[str, list[Any]]:
+def columns(target: Response, predictive: Predictive, level: float) -> dict[str, list[Any]]:
     """Predictions as named columns, prefixed by the target's name where there are several.
 
     Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,

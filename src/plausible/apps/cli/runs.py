@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plausible.apps.cli.files import umask
-from plausible.apps.cli.targets import Target
+from plausible.apps.responses import Response
 from plausible.apps.tables import Preprocessor, mlp
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Record:
     """What `run.json` says: how to turn a table into inputs, build the network, and read its outputs."""
 
     preprocessor: Preprocessor
-    target: Target
+    target: Response
     hidden: tuple[int, ...]
     activation: str
     method: str
@@ -115,7 +115,7 @@ class Record:
         try:
             return cls(
                 preprocessor=Preprocessor.from_dict(data["preprocessor"]),
-                target=Target.from_dict(data["target"]),
+                target=Response.from_dict(data["target"]),
                 hidden=tuple(int(width) for width in data["network"]["hidden"]),
                 activation=str(data["network"]["activation"]),
                 method=str(data["method"]),

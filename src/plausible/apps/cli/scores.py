@@ -10,11 +10,11 @@ from torch import Tensor
 from plausible.analysis import metrics
 
 if TYPE_CHECKING:
-    from plausible.apps.cli.targets import Target
+    from plausible.apps.responses import Response
     from plausible.posteriors.predictive import Predictive
 
 
-def class_probs(target: Target, predictive: Predictive) -> list[Tensor]:
+def class_probs(target: Response, predictive: Predictive) -> list[Tensor]:
     """Probabilities `[N, classes]`, one tensor per target; a yes/no target has the two classes (1 − p, p)."""
     probs = predictive.probs.cpu()
     if target.likelihood == "categorical":
@@ -22,7 +22,7 @@ def class_probs(target: Target, predictive: Predictive) -> list[Tensor]:
     return [torch.stack([1 - column, column], -1) for column in probs.unbind(-1)]
 
 
-def held_out(target: Target, predictive: Predictive, observed: Tensor, level: float = 0.9) -> dict[str, Any]:
+def held_out(target: Response, predictive: Predictive, observed: Tensor, level: float = 0.9) -> dict[str, Any]:
     """All scores that fit the task: `rows` and `log_likelihood` for the whole, the others for each target."""
     each = metrics.summary_by_output(predictive, observed, level=level)
     total = metrics.log_likelihood(predictive, observed)

@@ -16,8 +16,8 @@ from plausible import Posterior, Predictive
 from plausible.apps.cli import diagnosing, prediction, runs, scores, settings
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.cli.files import read_table
-from plausible.apps.cli.targets import Target, decide, standardised
 from plausible.apps.report.runs import from_fit
+from plausible.apps.responses import Response, decide, standardised
 from plausible.apps.tables import ID_ROWS, Preprocessor, Table, complete, listed, refuse_gaps
 from plausible.core import serialise
 
@@ -57,7 +57,7 @@ class Prepared:
     """Training and held-out rows, ready for the network."""
 
     preprocessor: Preprocessor
-    target: Target
+    target: Response
     train: Table
     test: Table
     inputs: tuple[np.ndarray, np.ndarray]

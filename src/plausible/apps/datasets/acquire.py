@@ -149,7 +149,7 @@ def _received(url: str, bar: Bar, label: str) -> Iterator[Path]:
         try:
             pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK, timeout=TIMEOUT)(address, target, store)
         except HTTPError as error:
-            answer = error.response
+            answer: Any = error.response
             if answer.status_code != 429 and answer.status_code < 500:
                 raise Unavailable(f"{url}: {answer.status_code} {answer.reason}") from None
             raise
@@ -166,7 +166,8 @@ def _received(url: str, bar: Bar, label: str) -> Iterator[Path]:
         try:
             path = store.fetch("file", downloader=download)
         except RequestException as error:
-            reason = f"{error.response.status_code} {error.response.reason}" if isinstance(error, HTTPError) else _cause(error)
+            answer: Any = error.response
+            reason = f"{answer.status_code} {answer.reason}" if isinstance(error, HTTPError) else _cause(error)
             raise Unavailable(f"{url}: {reason}") from None
         yield Path(path)
 

@@ -11,11 +11,14 @@ from plausible.apps.datasets import images, places, text, toys
 from plausible.apps.datasets.catalogue import CATALOGUE, entry
 from plausible.apps.datasets.tables import small, uci
 
-LOADERS: dict[str, Callable[..., Any]] = {}
-for known in CATALOGUE.values():
-    home = {"images": images, "text": text, "toys": toys}.get(known.reader)
-    tables = {"uci": uci, "small": small}
-    LOADERS[known.name] = getattr(home, known.name) if home else partial(tables[known.reader], known.name)
+_HOMES: dict[str, Any] = {"images": images, "text": text, "toys": toys}
+_TABLES: dict[str, Callable[..., Any]] = {"uci": uci, "small": small}
+LOADERS: dict[str, Callable[..., Any]] = {
+    known.name: getattr(_HOMES[known.reader], known.name)
+    if known.reader in _HOMES
+    else partial(_TABLES[known.reader], known.name)
+    for known in CATALOGUE.values()
+}
 
 
 def load(name: str, **options: Any) -> Any:

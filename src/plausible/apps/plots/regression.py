@@ -35,7 +35,7 @@ def predictive_band(
     return ax
 
 
-def draw_band(ax: Axes, grid: np.ndarray, levels: Sequence[np.ndarray], mean: np.ndarray) -> Axes:
+def draw_band(ax: Axes, grid: np.ndarray, levels: Sequence[np.ndarray] | np.ndarray, mean: np.ndarray) -> Axes:
     """`levels`: the quantiles 5, 25, 75 and 95 % over the grid."""
     ax.fill_between(grid, levels[0], levels[3], color="C0", alpha=0.2, linewidth=0, label="90 %")
     ax.fill_between(grid, levels[1], levels[2], color="C0", alpha=0.35, linewidth=0, label="50 %")
