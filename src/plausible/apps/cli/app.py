@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, reporting, sweeping
+from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, sweeping
 from plausible.apps.cli import models as evidence
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
 
 app = typer.Typer(
     name="plausible",
@@ -79,7 +79,6 @@ class Compile(enum.StrEnum):
     no = "no"
 
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", show_default=False)]
 MODEL, TRAINING, DATA, OUTPUT = "The model", "Training", "The data", "Output"
 
@@ -217,7 +216,7 @@ def fit(
         typer.Option(metavar="A,B", help="Numeric columns that are codes.", rich_help_panel=DATA, show_default=False),
     ] = None,
     overwrite: Overwrite = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Fit a Bayesian network to a table, print held-out scores and write the run to a folder.
@@ -295,7 +294,28 @@ def predict(
         note(f"{rows} rows written to {out}")
 
 
-app.command(no_args_is_help=True)(reporting.report)
+@app.command(no_args_is_help=True)
+@guarded
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="HTML file to write; replaced if it is there.", show_default="RUN/report.html"),
+    ] = None,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Write a page about a run: what was fitted, how good its predictions and its uncertainty are, what to do about it.
+
+    One file with everything in it, for light and dark screens, phones and screen readers. It needs no data: the fit has
+    stored its held-out predictions.
+
+    Example: plausible report run
+    """
+    from plausible.apps.report import write
+
+    note(f"report written to {write(run, out)}")
+
+
 app.command(no_args_is_help=True)(diagnosing.diagnose)
 app.command(no_args_is_help=True)(pruning.prune)
 app.command(no_args_is_help=True)(evidence.evidence)
@@ -348,7 +368,7 @@ def compare(
     published: Annotated[bool, typer.Option(help="Show the published results that the study has.")] = True,
     show: Annotated[bool, typer.Option("--show", help="Print a study to start from and stop.", show_default=False)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute everything again.", show_default=False)] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Compare methods on data sets under one protocol: a table, results.json and a page.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
 from plausible.apps.report.words import plural
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from plausible.apps.datasets.places import Found
 
 app = typer.Typer(help="Data sets: list them, get them, see where they lie.", no_args_is_help=True)
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 
 
 def size_text(size: float) -> str:
@@ -70,7 +68,7 @@ def list_(debug: Debug = False) -> None:  # noqa: ARG001
 def get(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Data sets.", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every set that can be downloaded.", show_default=False)] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Download data sets into the cache, unless they are here; every file is checked before it appears.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
@@ -36,7 +36,7 @@ def diagnose(
         Path | None, typer.Option(metavar="FILE", help="Write the draws as NetCDF, for arviz.", show_default=False)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Say whether the chains of a run have converged: R̂, effective draws, standard errors, divergences, energies.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     from plausible.analysis.evidence import Comparison
@@ -26,7 +26,7 @@ def evidence(
         Path | None, typer.Option(metavar="FILE", help="Draw evidence against the held-out log-likelihood.", show_default=False)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Compare runs of the same data by their evidence: Bayes factors, and the probability of each model given the data.
 

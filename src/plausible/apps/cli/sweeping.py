@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
 from plausible.apps.report.words import plural
 
 
@@ -34,8 +34,8 @@ def sweep(
         bool,
         typer.Option("--show", help="Print what the file asks for, or without one a file to start from.", show_default=False),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.", show_default=False)] = False,  # noqa: ARG001
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Train every combination of a grid of settings, stacked into few programs, and rank them by validation scores.
 

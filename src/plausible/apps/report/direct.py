@@ -70,7 +70,7 @@ def _named(posterior: Posterior, names: Sequence[str] | None) -> list[str] | Non
     shape = model.likelihood.target_shape((1, *model.output_shape))[1:]
     wanted = shape[-1] if shape and model.likelihood.kind != "classes" else 1
     if len(names) != wanted:
-        raise ValueError(f"names must hold {wanted} name{'s' * (wanted > 1)}, one per target, got {list(names)!r}")
+        raise ValueError(f"names must hold {wanted} name{'s' if wanted > 1 else ''}, one per target, got {list(names)!r}")
     return [str(name) for name in names]
 
 
