@@ -9,7 +9,9 @@ from plausible.apps.compare import protocol
 
 
 def main(split: int = 10) -> None:
-    candidate = compare.preset("uci-tuned").candidate("deep ensemble").with_({"epochs": 400, "prior_scale": 0.3})
+    candidate = (
+        compare.read("experiments/studies/uci-tuned.toml").candidate("deep ensemble").with_({"epochs": 400, "prior_scale": 0.3})
+    )
     table = datasets.uci("wine")
     raw = table.split(split)
     standard = raw.standardised()

@@ -42,7 +42,7 @@ BAYES = MeanField(
 )
 # What the paper leaves open, by validation error in two looks of one seed each (docs/sweeps/). 20 epochs at 2×400, the 324
 # settings of `plausible sweep blundell-2015`: the prior of the mixture, the best with one sample. 40 epochs at 2×1200, the
-# settings of the presets `blundell-1200-mixture` and `blundell-1200-gaussian`: both rates, scale and first scale of the Gaussian.
+# settings of `sweeps/blundell-1200-*.toml`: both rates, scale and first scale of the Gaussian.
 # The paper's largest rate is 0.128 here; three times that was better for both priors, but with the Gaussian one a seed diverged
 # in its 22nd epoch, so it keeps 0.128. Not chosen: the mixture's first scale 0.02 is that of the 324 settings (the second look
 # tried 0.01, 0.03, 0.06, 0.1; best 0.03), and a falling rate was never compared with a constant one.

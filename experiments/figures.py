@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.frame import Results, look
 from plausible.apps.plots.base import axes_of
+from plausible.apps.plots.base import new_figure as new
+from plausible.apps.plots.base import save_figure as save
+
+__all__ = ["bands", "error_curves", "histogram", "new", "save", "snr", "weight_histograms"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def new(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 4.2), **options: Any) -> tuple[Figure, Any]:
-    """A figure that belongs to no window, and its axes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"figures need matplotlib ({error}): pip install 'plausible[plot]'") from error
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, **options)
-
-
-def save(figure: Figure, path: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as PNG and SVG, the same bytes each time."""
-    import matplotlib
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path.with_name(f"{path.name}.{kind}") for kind in kinds]
-    with matplotlib.rc_context({"svg.hashsalt": path.name}):
-        for file in files:
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    return files
 
 
 def error_curves(ax: Axes, results: Results, lines: Mapping[str, str], *, top: float | None = None) -> None:

@@ -50,7 +50,7 @@ class Perceptron:
 
 def rows(name: Table) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test rows in float64; inputs are standardised by the training rows, targets are as they are."""
-    from plausible.apps.datasets.classical import small
+    from plausible.apps.datasets import small
 
     table = small(name, dtype=torch.float64)
     train, test = table.splits[0]
@@ -141,7 +141,7 @@ def correlation(cells: Sequence[str], symmetries: bool = False) -> Values:
     """Spearman's ρ of evidence and held-out log-likelihood over architectures."""
 
     def values(results: Results) -> Sequence[float] | None:
-        from plausible.apps.plots.models import rank_correlation
+        from plausible.apps.plots.comparing import rank_correlation
 
         own = chosen(results, cells, symmetries)
         if len(own) < 3:
@@ -211,7 +211,7 @@ def draw(families: Mapping[str, Sequence[str]]) -> Any:
     """Evidence against held-out log-likelihood, a panel for each data set; faint dots are the other starts."""
 
     def drawn(results: Results) -> Figure:
-        from plausible.apps.plots import models as evidence
+        from plausible.apps.plots import evidence
 
         there = {name: own for name, cells in families.items() if len(own := chosen(results, cells)) > 1}
         figure, axes = figures.new(1, max(1, len(there)), (1.5 + 4.8 * max(1, len(there)), 4.6), squeeze=False)

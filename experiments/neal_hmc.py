@@ -81,7 +81,7 @@ def prior(*, inputs: bool = False, offset: float | None = 100.0) -> Prior:
 
 def rows(name: mackay.Table) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Likelihood, int]:
     """Training and test rows as they are, in float32; the likelihood; how many outputs."""
-    from plausible.apps.datasets.classical import small
+    from plausible.apps.datasets import small
 
     table = small(name, dtype=torch.float32)
     train, test = table.splits[0]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from plausible.core.model import Model
 
 
-@register
+@register(name="reproductions.Backprop")  # the name in the stored results
 @dataclass(frozen=True)
 class Backprop(MeanField):
     """E_q log p(D | w) + E_q log p(w) + Σ_l counts_l·H(q_l): the evidence bound where every layer counts once.

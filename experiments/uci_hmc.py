@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from experiments import figures
 from experiments.frame import SIZES, Bound, Cell, Part, Reproduction, Request, Results, Sheet, Size, Values
 from plausible.analysis import metrics
 from plausible.apps import datasets
+from plausible.apps.compare import read
 from plausible.apps.tables import mlp
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.core import priors, random
@@ -200,16 +202,21 @@ def draw(cells: dict[Table, list[str]]) -> Any:
     """Test log-likelihoods of the splits beside published means, and the R̂ of f."""
 
     def drawn(results: Results) -> Figure:
-        from plausible.apps.compare.published import PUBLISHED
-
+        published = read(Path(__file__).parent / "studies" / "uci.toml").published
         figure, axes = figures.new(1, len(cells), (1.5 + 4.2 * len(cells), 4.0), squeeze=False)
         for ax, (data, own) in zip(axes[0], cells.items()):
             there = [cell for cell in own if cell in results]
             values, rhats = ([results[cell][key][0] for cell in there] for key in ("log_likelihood", "rhat_median"))
             points = ax.scatter(rhats, values, color="C0", label="a split, by HMC")
-            for i, (name, value) in enumerate(PUBLISHED["log_likelihood"][data].items()):
+            for i, (name, value) in enumerate(published[data].items()):
                 if name in ("MC dropout 2018", "DVI", "HMC"):
-                    ax.axhline(value.value, color=f"C{i + 1}", linestyle="--", linewidth=1, label=f"{name}, published mean")
+                    ax.axhline(
+                        value["log_likelihood"].value,
+                        color=f"C{i + 1}",
+                        linestyle="--",
+                        linewidth=1,
+                        label=f"{name}, published mean",
+                    )
             if values:
                 ax.axhline(sum(values) / len(values), color=points.get_facecolor()[0], linewidth=1.5, label="our mean")
             ax.axvline(1.05, color="0.7", linewidth=1)

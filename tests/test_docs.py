@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import plausible as pl
 from plausible import methods, optimisers, schedules
 from plausible.apps.cli import app
+from plausible.apps.sweep import files as sweep_files
 from plausible.core import serialise
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
             district = "north" if noise > 0.5 else "south"
             rows.append(f"{1 + int(5 * rooms)},{30 + 100 * area:.1f},{district},{100 + 300 * area + 20 * noise:.2f}")
         (tmp_path / file).write_text("\n".join(rows) + "\n")
+    (tmp_path / "sweep.toml").write_text(sweep_files.example())
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(tmp_path)
     registers: tuple[dict[Any, Any], ...] = (methods.registry, serialise._classes, serialise._names)
     before = [dict(register) for register in registers]
@@ -83,11 +86,11 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons as the pages write them, without the hours of fitting: every cell has the same scores."""
-    from plausible.apps.compare import preset_text, runner
+    from plausible.apps.compare import example, runner
 
     if not (Path(os.environ.get("PLAUSIBLE_DATA") or "nowhere") / "uci").is_dir():
         pytest.skip("PLAUSIBLE_DATA has no folder uci")
-    (folder / "study.toml").write_text(preset_text("uci-small"))
+    (folder / "study.toml").write_text(example())
     scores = dict.fromkeys(("log_likelihood", "rmse", "crps", "coverage_90", "quantile_calibration"), 0.5)
     cell = {"metrics": scores, "train_rows": 9, "test_rows": 1, "seconds": {"fit": 1.0}, "peak_bytes": 1}
     monkeypatch.setattr(runner, "_compute", lambda study, cells, jobs: ((c, dict(cell)) for c in cells))
@@ -127,7 +130,7 @@ for module in sys.argv[1:]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_any_name_can_be_the_first_that_a_program_uses() -> None:
-    modules = [f"plausible.cli.{module}" for module in ("training", "prediction", "view")]
+    modules = [f"plausible.apps.cli.{module}" for module in ("training", "prediction", "view")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", FIRST, *pl.__all__, *modules]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)

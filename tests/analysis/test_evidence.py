@@ -289,7 +289,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 def test_the_figure_has_a_point_for_each_model() -> None:
     pytest.importorskip("matplotlib")
-    from plausible.apps.plots.models import rank_correlation
+    from plausible.apps.plots.comparing import rank_correlation
 
     first = {"4×1": [1.0, 2.0], "8×1": [5.0, 6.0], "4×2": [3.0, 3.5]}
     second = {"4×1": [0.1, 0.2], "8×1": [0.9, 0.8], "4×2": [0.3, 0.5]}

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import plausible as pl
 from plausible import metrics
-from plausible.apps.cli import app, files, scores, settings, targets, training
+from plausible.apps import responses
+from plausible.apps.cli import app, files, prediction, settings, training
 from plausible.apps.tables import Table
 
 FAST = ("--epochs", "2", "--hidden", "5", "--quiet")
@@ -87,7 +88,7 @@ def classification(folder):
 
 def test_scores_of_a_gaussian_mixture_in_closed_form():
     outputs = torch.tensor([[[0.0], [1.0]], [[2.0], [1.0]]])  # two draws, two rows
-    predictive = pl.predictive.Predictive.from_functions(outputs, pl.likelihoods.Gaussian(2.0))
+    predictive = pl.Predictive.from_functions(outputs, pl.likelihoods.Gaussian(2.0))
     y = torch.tensor([[0.5], [3.0]])
 
     def density(y, mean):
@@ -95,19 +96,19 @@ def test_scores_of_a_gaussian_mixture_in_closed_form():
 
     expected = [math.log(0.5 * density(0.5, 0) + 0.5 * density(0.5, 2)), math.log(density(3, 1))]
     assert metrics.log_likelihood(predictive, y) == pytest.approx(sum(expected) / 2, rel=1e-5)
-    found = scores.held_out(targets.Target(("y",), "gaussian"), predictive, y)
+    found = prediction.held_out(responses.Response(("y",), "gaussian"), predictive, y)
     assert found["targets"]["y"]["rmse"] == pytest.approx(math.sqrt((0.25 + 4) / 2))
     assert found["targets"]["y"]["mae"] == pytest.approx(1.25)
     assert found["targets"]["y"]["coverage_90"] == 1.0
-    far = scores.held_out(targets.Target(("y",), "gaussian"), predictive, torch.tensor([[0.5], [1 + 2 * 1.65]]))
+    far = prediction.held_out(responses.Response(("y",), "gaussian"), predictive, torch.tensor([[0.5], [1 + 2 * 1.65]]))
     assert far["targets"]["y"]["coverage_90"] == 0.5  # the second is N(1, 2²), and 1.65 > 1.645
 
 
 def test_scores_of_yes_and_no_targets():
     logits = torch.tensor([[[0.0, math.log(3)], [math.log(4), 0.0]]])  # p = 1/2, 3/4; 4/5, 1/2
-    predictive = pl.predictive.Predictive.from_functions(logits, pl.likelihoods.Bernoulli())
-    target = targets.Target(("a", "b"), "bernoulli", classes=(("no", "yes"), ("0", "1")))
-    found = scores.held_out(target, predictive, torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    predictive = pl.Predictive.from_functions(logits, pl.likelihoods.Bernoulli())
+    target = responses.Response(("a", "b"), "bernoulli", classes=(("no", "yes"), ("0", "1")))
+    found = prediction.held_out(target, predictive, torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
     assert found["log_likelihood"] == pytest.approx((math.log(1 / 2 * 3 / 4) + math.log(4 / 5 * 1 / 2)) / 2, rel=1e-5)
     assert found["targets"]["a"]["brier"] == pytest.approx((2 * 0.25 + 2 * 0.04) / 2, rel=1e-5)
 
@@ -183,7 +184,7 @@ def test_broken_files_are_one_line(name, tmp_path):
 
 
 def decide(cells, task="auto", likelihood="auto"):
-    return targets.decide(Table.from_values({"y": cells}), ["y"], task, likelihood)
+    return responses.decide(Table.from_values({"y": cells}), ["y"], task, likelihood)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_targets_that_cannot_be(cells, options, message):
 
 def test_standardised_targets_come_from_the_training_rows():
     table = Table.from_values({"y": [1.0, 3.0, 100.0]})
-    target = targets.standardised(targets.Target(("y",), "gaussian"), table.take(np.array([0, 1])))
+    target = responses.standardised(responses.Response(("y",), "gaussian"), table.take(np.array([0, 1])))
     np.testing.assert_allclose(target.encode(table)[:, 0], [-1, 1, 98])
-    assert targets.Target.from_dict(json.loads(json.dumps(target.to_dict()))) == target
+    assert responses.Response.from_dict(json.loads(json.dumps(target.to_dict()))) == target
 
 
 # methods by words

@@ -172,7 +172,7 @@ def test_chains_of_a_posterior_are_those_of_its_functions(chains):
 def test_effective_draws_grow_to_those_of_the_diagnostics():
     values = np.random.default_rng(1).normal(size=(2, 200, 3))
     ax = plots.ess_growth(values)
-    expected = pl.diagnostics.summarise(torch.from_numpy(values))
+    expected = diagnostics.summarise(torch.from_numpy(values))
     assert [line.get_ydata()[-1] for line in ax.lines[:2]] == pytest.approx([expected["ess_bulk"], expected["ess_tail"]])
     assert ax.lines[0].get_xdata()[-1] == 400
 

@@ -40,7 +40,7 @@ from plausible.testing import Z
 
 QUICK = pl.MAP(epochs=20)
 LONGER = pl.MAP(epochs=80, lr=pl.schedules.Cosine(0.05))
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REPETITION = {
     "check_sample_weight_equivalence_on_dense_data": "k rows and one row of weight k fill minibatches differently, and "
     "even on full batches the optimiser's own epsilon tells them apart"
@@ -631,7 +631,7 @@ def test_scikit_learn_is_an_extra(tmp_path: Path) -> None:
         "assert 'sklearn' not in sys.modules\n"
         "sys.modules['sklearn'] = None\n"
         "from plausible import *\n"
-        "for use in (lambda: plausible.BayesianRegressor, lambda: __import__('plausible.sklearn')):\n"
+        "for use in (lambda: plausible.BayesianRegressor, lambda: __import__('plausible.apps.sklearn')):\n"
         "    try:\n"
         "        use()\n"
         "    except ImportError as error:\n"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import plausible as pl
 from plausible.apps.cli import app
-from plausible.apps.sweep import Grid, Sweep, plans
-from plausible.apps.sweep.grid import Target, applied
+from plausible.apps.sweep import Grid, Sweep, files
+from plausible.apps.sweep.grid import Recipe, applied
 from plausible.apps.sweep.stacked import Stacked
 from plausible.core import random
 from plausible.core.data import as_data
@@ -72,7 +72,7 @@ def test_point_estimates_reach_what_each_setting_reaches_alone() -> None:
 
 
 def test_groups_follow_the_shapes_of_the_program() -> None:
-    base = Target(pl.MeanField(lr=pl.schedules.Cosine(0.01)), MIXTURE)
+    base = Recipe(pl.MeanField(lr=pl.schedules.Cosine(0.01)), MIXTURE)
     grid = Grid({"samples": [1, 2], "lr.start": [0.1, 0.01], "estimator": ["weights", "local"], "prior.pi": [0.2, 0.4]})
     groups = grid.groups(base)
     assert len(grid) == 16
@@ -162,7 +162,7 @@ def test_numbers_that_shape_the_run_are_groups_of_their_own() -> None:
     found = pl.sweep(net, data, pl.SGLD(epochs=10, lr=1e-5), {"burn_in": [0.1, 0.9]}, held, **count)  # type: ignore[arg-type]
     assert found.rows[0]["scores"]["draws"] > found.rows[1]["scores"]["draws"]
     grid = Grid({"adversarial": [0.0, 0.1], "lr": [0.1, 0.2]})
-    assert list(map(len, grid.groups(Target(pl.MAP(), pl.priors.Gaussian())))) == [2, 2]
+    assert list(map(len, grid.groups(Recipe(pl.MAP(), pl.priors.Gaussian())))) == [2, 2]
     with pytest.raises(ValueError, match="patience"):
         pl.sweep(net, data, pl.MAP(epochs=2, patience=1), {"lr": [0.1]}, held)
 
@@ -180,7 +180,7 @@ def test_validation_data_are_checked_before_the_work(validation: Any) -> None:
 
 def test_scores_are_asked_for_by_their_names() -> None:
     rows = [{"settings": {"lr": lr}, "scores": {"nll": value}} for lr, value in ((0.1, 2.0), (0.2, 1.0), (0.3, None))]
-    found = Sweep(rows, Target(pl.MAP(), pl.priors.Gaussian()))
+    found = Sweep(rows, Recipe(pl.MAP(), pl.priors.Gaussian()))
     assert found.best()["settings"] == {"lr": 0.2}
     assert found.method(found.best()).lr == 0.2  # type: ignore[attr-defined]
     assert found.temperature(found.best()) == 1.0
@@ -209,19 +209,22 @@ def test_bad_grids_are_refused() -> None:
         pl.sweep(net, data, pl.MeanField(epochs=1), {"lr": [0.1]}, held, at_once=0)
 
 
-def test_the_preset_is_the_grid_of_the_paper() -> None:
-    plan = plans.read("blundell-2015")
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_file_is_the_grid_of_the_paper() -> None:
+    plan = files.read(ROOT / "experiments" / "sweeps" / "blundell-2015.toml")
     grid = Grid(plan.grid)
     assert len(grid) == 324
     assert sorted(round(-math.log(v)) for v in plan.grid["prior.sigma2"]) == [6, 7, 8]
     assert sorted(round(-math.log(v)) for v in plan.grid["prior.sigma1"]) == [0, 1, 2]
     assert [v / 128 for v in plan.grid["lr"]] == pytest.approx([1e-3, 1e-4, 1e-5])
-    groups = grid.groups(Target(pl.MeanField(), pl.priors.ScaleMixture()))
+    groups = grid.groups(Recipe(pl.MeanField(), pl.priors.ScaleMixture()))
     assert list(map(len, groups)) == [81] * 4
 
 
 def test_the_page_tells_what_is_stored() -> None:
-    docs = Path(__file__).parent.parent / "docs"
+    docs = ROOT / "docs"
     stored = Sweep.read(docs / "sweeps" / "blundell-2015.json")
     text = (docs / "sweep.md").read_text(encoding="utf-8")
     for group, samples in zip(stored.groups, (1, 2, 5, 10)):
@@ -241,7 +244,10 @@ def command(*arguments: object) -> Any:
 def test_the_command_writes_table_and_results(tmp_path: Path) -> None:
     if not pl.datasets.available("yacht"):
         pytest.skip("the yacht data are not here: set PLAUSIBLE_DATA")
-    result = command("small", "--epochs", 2, "--device", "cpu", "--out", tmp_path, "--top", 3)
+    start = tmp_path / "start.toml"
+    start.write_text(command("--show").output)
+    assert "9 settings of mean-field on yacht" in command(start, "--show").output
+    result = command(start, "--epochs", 2, "--device", "cpu", "--out", tmp_path, "--top", 3)
     assert result.exit_code == 0, result.output
     assert "9 settings" in result.output
     results = json.loads((tmp_path / "results.json").read_text())
@@ -251,7 +257,7 @@ def test_the_command_writes_table_and_results(tmp_path: Path) -> None:
 
 
 def test_the_command_explains_errors(tmp_path: Path) -> None:
-    own = tmp_path / "own.toml"
+    file = tmp_path / "own.toml"
     for text, words in (
         ("dataset = 'mnist'", "grid is missing"),
         ("dataset = 'mnist'\ngird = 3", "gird"),
@@ -260,8 +266,9 @@ def test_the_command_explains_errors(tmp_path: Path) -> None:
     ):
         if "yacht" in text and not pl.datasets.available("yacht"):
             continue
-        own.write_text(text)
-        result = command(own, "--device", "cpu", "--out", tmp_path / "out")
+        file.write_text(text)
+        result = command(file, "--device", "cpu", "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert words in result.output
-    assert "blundell-2015" in command("blundel-2015").output
+    assert "blundel-2015" in command("blundel-2015").output
+    assert "--show prints one to start from" in command("--out", tmp_path).output

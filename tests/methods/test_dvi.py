@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plausible.methods.moments.dvi import DVI
 from torch import Tensor, nn
 
 import plausible as pl
@@ -17,7 +18,6 @@ from plausible.core import random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone
-from plausible.methods.moments.dvi import DVI
 from plausible.posteriors.moments import MomentsPosterior
 from plausible.testing import LinearGaussian
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
 from torch import Tensor, nn
 
 import plausible as pl
@@ -21,7 +22,6 @@ from plausible.core import memory, random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear
 from plausible.core.weights import Weights
-from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
 from plausible.posteriors.mixture import MixturePosterior
 from plausible.testing import LinearGaussian

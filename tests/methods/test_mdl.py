@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from plausible.methods.moments.dvi import DVI
+from plausible.methods.moments.mdl import MDL, CodedPosterior, DescriptionLength, mixture_cost
 from scipy import integrate, stats
 from torch import Tensor, nn
 
@@ -16,8 +18,6 @@ from plausible import priors
 from plausible.core import random
 from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
-from plausible.methods.moments.dvi import DVI
-from plausible.methods.moments.mdl import MDL, CodedPosterior, DescriptionLength, mixture_cost
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}

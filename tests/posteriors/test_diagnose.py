@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plausible.apps.cli import app, runs
-from plausible.apps.report.stored import Evidence
+from plausible.apps.report.findings import Findings
 from plausible.posteriors.diagnostics import summary_table
 
 SHORT = (
@@ -49,10 +49,10 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
 
 def test_fit_says_whether_chains_agree(fitted: Any) -> None:
     _, run, said = fitted
-    rhat = Evidence.read(run).diagnostics["rhat"]
+    rhat = Findings.read(run).diagnostics["rhat"]
     shown = f"{rhat:.3f}" if rhat <= 1.05 else f"{rhat:.2f}"
     assert f"R̂ is {shown}" in said or f"R̂ of f(x) is {shown}" in said
-    assert Evidence.read(run).diagnostics["rhat_weights"] > 1
+    assert Findings.read(run).diagnostics["rhat_weights"] > 1
 
 
 def test_with_data_the_table_is_that_of_functions(fitted: Any, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_without_data_weights_are_shown_and_functions_judged_by_what_was_stored(
     lines = result.stdout.splitlines()
     assert lines[0] == "| quantity | mean | sd | mcse | ESS bulk | ESS tail | R̂ |"
     assert lines[2].startswith(("| 0.", "| 2.", "| likelihood."))
-    assert f"f(x): worst R̂ {Evidence.read(run).diagnostics['rhat']:.3f}" in result.stdout
+    assert f"f(x): worst R̂ {Findings.read(run).diagnostics['rhat']:.3f}" in result.stdout
 
 
 def test_report_of_chains_shows_energies(fitted: Any) -> None:

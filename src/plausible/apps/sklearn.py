@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible import fitting
-from plausible.apps.cli.targets import CONTINUOUS, COUNTS, Target
+from plausible.apps.responses import CONTINUOUS, COUNTS, Response
 from plausible.apps.tables import mlp
 from plausible.core import likelihoods
 from plausible.core.likelihoods import Likelihood
@@ -351,7 +351,7 @@ def _regression_likelihood(likelihood: Any, targets: int) -> Likelihood:
         name = "gaussian" if likelihood is None else likelihood
         if name not in names:
             raise ValueError(f"likelihood must be one of {', '.join(names)}, or an instance, got {likelihood!r}")
-        return Target(("y",) * targets, name).make_likelihood()
+        return Response(("y",) * targets, name).make_likelihood()
     if not isinstance(likelihood, Likelihood) or likelihood.kind not in ("continuous", "counts"):
         raise TypeError(
             f"likelihood must be None, one of {', '.join(names)}, or an instance for numbers such as "

@@ -246,16 +246,17 @@ def test_options_narrow_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert seen == [("yacht", 0, "map")]
 
 
+UCI_SMALL = str(Path(__file__).parents[3] / "experiments" / "studies" / "uci-small.toml")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "nothing to compare"),
-        (("--preset", "uci-small", "x.toml"), "not both"),
-        (("--preset", "nothing"), "'nothing' is not known"),
         (("--datasets", "yacht", "--methods", "mop"), "mop"),
-        (("--preset", "uci-small", "--methods", "mop"), "neither in the study"),
-        (("--preset", "uci-small", "--splits", "many"), "--splits takes"),
-        (("--preset", "uci-small", "--datasets", "mnist"), "'mnist' is not a UCI set"),
+        ((UCI_SMALL, "--methods", "mop"), "neither in the study"),
+        ((UCI_SMALL, "--splits", "many"), "--splits takes"),
+        ((UCI_SMALL, "--datasets", "mnist"), "'mnist' is not a UCI set"),
         (("none.toml",), "none.toml"),
     ],
 )
@@ -274,6 +275,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_a_preset_can_be_seen() -> None:
-    result = _invoke("--preset", "uci-small", "--show")
-    assert compare.parse(result.stdout) == compare.preset("uci-small")
+def test_a_study_to_start_from_can_be_seen() -> None:
+    study = compare.parse(_invoke("--show").stdout)
+    assert compare.parse(compare.example()) == study
+    assert study.published["boston"]["PBP"]["rmse"] == (3.01, 0.18)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,9 @@ def test_a_fingerprint_changes_with_what_matters_alone() -> None:
         ("datasets = ['yacht']\nsplits = []\n[methods.map]", "splits must be whole numbers"),
         ("datasets = ['yacht']\n[methods.map]\nvalidation = 'a'", "validation must lie between"),
         ("datasets = ['yacht']\n[methods.map]\nprior_scale = 1e-160", "prior_scale must be a positive number"),
+        ("datasets = ['yacht']\n[methods.map]\n[published.yacht]\nPBP = 3", "published.yacht.PBP must be a table"),
+        ("datasets = ['yacht']\n[methods.map]\n[published.yacht]\nPBP = {mse = [1]}", "published.yacht.PBP.mse is not known"),
+        ("datasets = ['yacht']\n[methods.map]\n[published.yacht]\nPBP = {rmse = 1}", "must be .mean. or"),
         ("datasets = ['yacht']\n[methods]\nmap = 3", "methods.map must be a table"),
     ],
 )
@@ -121,14 +125,26 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         compare.read(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize("name", compare.presets())
-def test_presets_are_sound(name: str) -> None:
-    study = compare.preset(name)
+STUDIES = sorted((Path(__file__).parents[3] / "experiments" / "studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_studies_are_sound(path: Path) -> None:
+    study = compare.read(path)
     assert study.candidate(study.against)
+    assert set(study.published) == set(study.datasets)
     for candidate in study.candidates:
         assert isinstance(candidate.build(), MAP | SGLD | Ensemble)
 
 
-def test_an_unknown_preset() -> None:
-    with pytest.raises(ValueError, match=r"'uci-tiny' is not known.*uci-small"):
-        compare.preset("uci-tiny")
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_published_results(path: Path) -> None:
+    """The means as printed, the standard deviations of deep ensembles as standard errors."""
+    published = compare.read(path).published
+    ensembles = {name: sources["deep ensembles"]["log_likelihood"] for name, sources in published.items()}
+    wanted = {"boston": -2.41, "concrete": -3.06, "energy": -1.38, "wine": -0.94, "yacht": -1.18}
+    assert {name: ensembles[name].value for name in wanted} == wanted
+    assert ensembles["boston"].error == pytest.approx(0.25 / math.sqrt(20))
+    sources = {"VI", "PBP", "MC dropout 2016", "MC dropout 2018", "deep ensembles", "DVI", "HMC"}
+    assert all(set(row) == sources for row in published.values())
+    assert "rmse" not in published["boston"]["HMC"]

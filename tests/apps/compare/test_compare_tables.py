@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from plausible.apps.compare import Candidate, Cell, Study, summarise
-from plausible.apps.compare.published import PUBLISHED, SOURCES
 from plausible.apps.compare.tables import T_975, Mean, difference, mean
 
 pytestmark = pytest.mark.usefixtures("data_folder")
@@ -119,12 +118,3 @@ def test_the_reference_can_be_chosen() -> None:
     found = summarise(study, {cell: _result(float("abc".index(cell.label)) + 0.1 * cell.split) for cell in study.cells()})
     assert found.row("yacht", "a").differences["log_likelihood"].verdict == "worse"
     assert found.row("yacht", "b").differences == {}
-
-
-def test_published_columns() -> None:
-    """The means as printed, the standard deviations of deep ensembles as standard errors."""
-    ensembles = {name: row["deep ensembles"] for name, row in PUBLISHED["log_likelihood"].items()}
-    wanted = {"boston": -2.41, "concrete": -3.06, "energy": -1.38, "wine": -0.94, "yacht": -1.18}
-    assert {name: ensembles[name].value for name in wanted} == wanted
-    assert ensembles["boston"].error == pytest.approx(0.25 / math.sqrt(20))
-    assert all(set(row) == set(SOURCES) for row in PUBLISHED["log_likelihood"].values())

@@ -141,9 +141,9 @@ def test_the_data_folder_is_as_published(data_folder):
 
 
 def test_listing_does_not_load_torch():
-    run = "from plausible.cli import app; app(['data', 'list'], standalone_mode=False)"
+    run = "from plausible.apps.cli import app; app(['data', 'list'], standalone_mode=False)"
     code = f"import sys; {run}; assert 'torch' not in sys.modules"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -8,8 +8,8 @@ import torch
 
 import plausible as pl
 from plausible.apps.report.collecting import collect
-from plausible.apps.report.runs import evidence_of
-from plausible.apps.report.stored import RECORD, TENSORS, Evidence
+from plausible.apps.report.findings import RECORD, TENSORS, Findings
+from plausible.apps.report.runs import findings_of
 
 
 def same(first, second):
@@ -20,9 +20,9 @@ def same(first, second):
 
 @pytest.mark.parametrize("name", ["curve", "several", "counts", "classes", "binary", "chains", "nothing"])
 def test_evidence_survives_the_disk(runs, name, tmp_path):
-    stored = Evidence.read(runs[name])
+    stored = Findings.read(runs[name])
     stored.write(tmp_path)
-    again = Evidence.read(tmp_path)
+    again = Findings.read(tmp_path)
     for field in ("title", "facts", "data", "notes", "log_likelihood", "history", "diagnostics", "draws"):
         assert getattr(again, field) == getattr(stored, field)
     same(again.traces, stored.traces)
@@ -41,7 +41,7 @@ def test_evidence_survives_the_disk(runs, name, tmp_path):
 def test_stored_predictions_are_those_of_the_posterior(runs):
     import csv
 
-    output = Evidence.read(runs["curve"]).outputs[0]
+    output = Findings.read(runs["curve"]).outputs[0]
     with (runs["curve"] / "heldout.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for column, array in {
@@ -57,7 +57,7 @@ def test_stored_predictions_are_those_of_the_posterior(runs):
 
 
 def test_examples_are_rows_of_the_table(runs):
-    evidence = Evidence.read(runs["classes"])
+    evidence = Findings.read(runs["classes"])
     output = evidence.outputs[0]
     lines = (runs["classes"].parent / "classes.csv").read_text(encoding="utf-8").splitlines()
     assert len(output.examples) == 12
@@ -68,13 +68,13 @@ def test_examples_are_rows_of_the_table(runs):
 
 
 def test_a_band_is_in_the_units_of_the_table(runs):
-    output = Evidence.read(runs["curve"]).outputs[0]
+    output = Findings.read(runs["curve"]).outputs[0]
     band = output.band
     at = np.interp(band["x_heldout"], band["x"], band["mean"])
     np.testing.assert_allclose(at, output.arrays["mean"], atol=0.05)
     assert band["x"][0] < band["x_train"].min() < band["x_train"].max() < band["x"][-1]
     assert len(band["x_train"]) == len(band["y_train"]) == 144
-    assert not Evidence.read(runs["several"]).outputs[0].band
+    assert not Findings.read(runs["several"]).outputs[0].band
 
 
 def test_chains_are_told_apart():
@@ -122,12 +122,12 @@ def test_a_later_format_and_nonsense_with_a_right_checksum(runs, tmp_path):
     content = read_json(run / RECORD)
     write_json(run / RECORD, {**content, "format": 99})
     with pytest.raises(ValueError, match="format 99"):
-        evidence_of(run)
+        findings_of(run)
     outputs = json.loads(json.dumps(content["outputs"]))
     for change in ({"kind": "colours"}, {"kind": "classes"}, {"examples": [1]}):
         write_json(run / RECORD, {**content, "outputs": [{**outputs[0], **change}]})
         with pytest.raises(ValueError, match="damaged"):
-            evidence_of(run)
+            findings_of(run)
 
 
 def test_a_run_of_an_older_version_shows_its_scores(runs, tmp_path, parse):

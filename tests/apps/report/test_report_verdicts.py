@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from plausible.apps.report.diagnosis import diagnosis
-from plausible.apps.report.stored import QUANTILES, Evidence, Output
+from plausible.apps.report.findings import QUANTILES, Findings, Output
 from plausible.apps.report.verdicts import coverage, shape, skill, verdicts
 
 stats = pytest.importorskip("scipy.stats")
@@ -246,7 +246,7 @@ def test_counts_are_judged_by_randomised_intervals():
 
 def about(**changes):
     rng = np.random.default_rng(0)
-    return Evidence("t", {}, outputs=(numbers(rng),), **{"draws": 5, **changes})
+    return Findings("t", {}, outputs=(numbers(rng),), **{"draws": 5, **changes})
 
 
 def heads(evidence):
@@ -274,12 +274,12 @@ def test_kl_that_drowns_the_data():
 def test_a_collapsed_posterior_and_one_that_never_had_any():
     rng = np.random.default_rng(1)
     flat = numbers(rng, epistemic=0.0)
-    assert "The posterior has collapsed: 5 draws" in heads(Evidence("t", {}, outputs=(flat,), draws=5))
-    single = diagnosis(Evidence("t", {}, outputs=(flat,), draws=1))
+    assert "The posterior has collapsed: 5 draws" in heads(Findings("t", {}, outputs=(flat,), draws=5))
+    single = diagnosis(Findings("t", {}, outputs=(flat,), draws=1))
     assert [verdict.tone for verdict in single] == ["plain"]
     assert "has no epistemic uncertainty" in single[0].headline
-    assert "collapsed" not in heads(Evidence("t", {}, outputs=(numbers(rng),), draws=5))
-    assert "collapsed" in heads(Evidence("t", {}, outputs=(classes(rng, information=0.0),), draws=5))
+    assert "collapsed" not in heads(Findings("t", {}, outputs=(numbers(rng),), draws=5))
+    assert "collapsed" in heads(Findings("t", {}, outputs=(classes(rng, information=0.0),), draws=5))
 
 
 def test_training_that_was_still_rising():

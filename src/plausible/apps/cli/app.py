@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, reporting, sweeping
+from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, sweeping
 from plausible.apps.cli import models as evidence
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
 
 app = typer.Typer(
     name="plausible",
@@ -79,7 +79,6 @@ class Compile(enum.StrEnum):
     no = "no"
 
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", show_default=False)]
 MODEL, TRAINING, DATA, OUTPUT = "The model", "Training", "The data", "Output"
 
@@ -217,7 +216,7 @@ def fit(
         typer.Option(metavar="A,B", help="Numeric columns that are codes.", rich_help_panel=DATA, show_default=False),
     ] = None,
     overwrite: Overwrite = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Fit a Bayesian network to a table, print held-out scores and write the run to a folder.
@@ -295,7 +294,28 @@ def predict(
         note(f"{rows} rows written to {out}")
 
 
-app.command(no_args_is_help=True)(reporting.report)
+@app.command(no_args_is_help=True)
+@guarded
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="HTML file to write; replaced if it is there.", show_default="RUN/report.html"),
+    ] = None,
+    debug: Debug = False,  # noqa: ARG001
+) -> None:
+    """Write a page about a run: what was fitted, how good its predictions and its uncertainty are, what to do about it.
+
+    One file with everything in it, for light and dark screens, phones and screen readers. It needs no data: the fit has
+    stored its held-out predictions.
+
+    Example: plausible report run
+    """
+    from plausible.apps.report import write
+
+    note(f"report written to {write(run, out)}")
+
+
 app.command(no_args_is_help=True)(diagnosing.diagnose)
 app.command(no_args_is_help=True)(pruning.prune)
 app.command(no_args_is_help=True)(evidence.evidence)
@@ -330,9 +350,6 @@ def methods(
 @guarded
 def compare(
     study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="A study of ours: uci-small, uci-tuned or uci.", show_default=False)
-    ] = None,
     datasets: Annotated[
         str | None, typer.Option(metavar="A,B", help="UCI sets; see: plausible data list.", show_default=False)
     ] = None,
@@ -348,10 +365,10 @@ def compare(
     seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the study's, or 0")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes.", show_default="the cores")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("comparison"),
-    published: Annotated[bool, typer.Option(help="Show published results beside ours.")] = True,
-    show: Annotated[bool, typer.Option("--show", help="Print the preset's TOML and stop.", show_default=False)] = False,
+    published: Annotated[bool, typer.Option(help="Show the published results that the study has.")] = True,
+    show: Annotated[bool, typer.Option("--show", help="Print a study to start from and stop.", show_default=False)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute everything again.", show_default=False)] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Compare methods on data sets under one protocol: a table, results.json and a page.
@@ -359,16 +376,16 @@ def compare(
     Results are kept fit by fit: a stopped comparison goes on where it was, and a changed method alone is fitted again.
     A fit that fails is shown as failed, the rest goes on, and the exit code is 1.
 
-    Example: plausible compare --preset uci-small --splits 5
+    Example: plausible compare study.toml --splits 5
     """
     if show:
-        from plausible.apps.compare.study import preset_text
+        from plausible.apps.compare.study import example
 
-        typer.echo(preset_text(preset or "uci-small"), nl=False)
+        typer.echo(example(), nl=False)
         return
     from plausible.apps.cli import comparing
 
-    asked = comparing.study_of(study, preset, words(datasets), words(methods), splits, reference=reference, seed=seed)
+    asked = comparing.study_of(study, words(datasets), words(methods), splits, reference=reference, seed=seed)
     good = comparing.compare(asked, out, jobs=jobs, overwrite=overwrite, quiet=quiet, published=published)
     if not good:
         raise typer.Exit(1)

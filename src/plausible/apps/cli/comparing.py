@@ -16,29 +16,24 @@ from rich.table import Table
 
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.compare import page
-from plausible.apps.compare.published import PUBLISHED
 from plausible.apps.compare.runner import run, stored, write
-from plausible.apps.compare.study import Candidate, Cell, Study, candidate_of, preset, read
+from plausible.apps.compare.study import Candidate, Cell, Study, read
 from plausible.apps.compare.tables import HEADLINE, Summary, summarise
 
 MARKS = {"better": "▲", "worse": "▼", "no difference": "=", "": ""}
 SHORT = {"log_likelihood": "log-lik.", "rmse": "RMSE", "crps": "CRPS", "coverage_90": "in 90 %"}
 
 
-def study_of(
-    file: Path | None, name: str | None, datasets: Sequence[str], methods: Sequence[str], splits: str | None, **rest: Any
-) -> Study:
-    """The study of a file or a preset, narrowed or changed by options; or one made of options alone."""
-    if file is not None and name is not None:
-        raise ValueError("give a study file or --preset, not both")
-    if file is None and name is None and not (datasets and methods):
-        raise ValueError("nothing to compare: give a study file, --preset uci-small, or --datasets and --methods")
-    base = read(file) if file is not None else preset(name) if name is not None else None
+def study_of(file: Path | None, datasets: Sequence[str], methods: Sequence[str], splits: str | None, **rest: Any) -> Study:
+    """The study of a file, narrowed or changed by options; or one made of options alone."""
+    if file is None and not (datasets and methods):
+        raise ValueError("nothing to compare: give a study file (--show prints one to start from), or --datasets and --methods")
     changes = {key: value for key, value in rest.items() if value is not None}
     if splits is not None:
         changes["splits"] = _splits(splits)
-    if base is None:
-        return Study(tuple(datasets), tuple(map(candidate_of, methods)), **changes)
+    if file is None:
+        return Study(tuple(datasets), tuple(Candidate(name, name) for name in methods), **changes)
+    base = read(file)
     if datasets:
         changes["datasets"] = tuple(datasets)
     if methods:
@@ -54,19 +49,19 @@ def _named(label: str, known: dict[str, Candidate]) -> Candidate:
 
     if label not in registry:
         raise ValueError(f"--methods: {label!r} is neither in the study ({', '.join(known)}) nor a method's name")
-    return candidate_of(label)
+    return Candidate(label, label)
 
 
 def _splits(text: str) -> int | tuple[int, ...] | None:
     if text == "all":
         return None
     try:
-        found = tuple(int(word) for word in text.split(","))
+        numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < 0 or found == (0,):
+        numbers = ()
+    if not numbers or min(numbers) < 0 or numbers == (0,):
         raise ValueError(f"--splits takes a number of splits, numbers from 0 with commas between, or all; got {text!r}")
-    return found[0] if len(found) == 1 else found
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet: bool, published: bool) -> bool:
@@ -86,10 +81,14 @@ def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet
         raise Interrupted(f"stopped; what was computed is in {out}, and the same command goes on from there") from None
     summary = summarise(study, results)
     write(out / "results.json", {"study": study.plain(), **summary.plain()})
-    page.write(out / "index.html", study, summary, published=published)
+    try:
+        page.write(out / "index.html", study, summary, published=published)
+        written = f"a page in {out / 'index.html'}"
+    except ImportError as error:
+        written = f"no page: {error}"
     if not quiet:
         show(study, summary, published=published)
-        note(f"results in {out / 'results.json'}, a page in {out / 'index.html'}")
+        note(f"results in {out / 'results.json'}, {written}")
     failures = [(row.dataset, row.label, text) for row in summary.rows for text in row.failures]
     for dataset, label, text in failures[:5]:
         note(f"failed: {label} on {dataset}, {text}")
@@ -161,9 +160,8 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
             peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
             table.add_row(row.title, *values, f"{row.seconds:.1f}", peak)
         if published and study.kind == "random":
-            for source, value in PUBLISHED["log_likelihood"][dataset].items():
-                other = PUBLISHED["rmse"][dataset].get(source)
-                table.add_row(f"({source})", _plain(value), "–" if other is None else _plain(other), "", "", "", "")
+            for source, results in study.published.get(dataset, {}).items():
+                table.add_row(f"({source})", *(str(results.get(metric, "–")) for metric in ("log_likelihood", "rmse")))
         printer.print(table)
     if len(study.candidates) > 1 and summary.ranks:
         table = Table(
@@ -182,8 +180,3 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
             f"± is the standard error over splits. ▲ better, ▼ worse than {summary.against} by the paired differences, = not to be "
             "told apart (5 %, Student's t, corrected for splits that share their training rows). In brackets: published."
         )
-
-
-def _plain(value: Any) -> str:
-    shown = f"{value.value:.2f}".replace("-", "−")
-    return shown if value.error != value.error else f"{shown} ± {value.error:.2f}"

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
+from plausible.apps.report.words import plural
 
 if TYPE_CHECKING:
-    from plausible.apps.datasets.entries import Entry, File
+    from plausible.apps.datasets.catalogue import Entry, File
     from plausible.apps.datasets.places import Found
 
 app = typer.Typer(help="Data sets: list them, get them, see where they lie.", no_args_is_help=True)
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
 
 
 def size_text(size: float) -> str:
@@ -69,7 +68,7 @@ def list_(debug: Debug = False) -> None:  # noqa: ARG001
 def get(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Data sets.", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every set that can be downloaded.", show_default=False)] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Download data sets into the cache, unless they are here; every file is checked before it appears.
@@ -99,16 +98,11 @@ def get(
         if entry.toy:
             note(f"{entry.name} needs no files: it is made from a seed")
         elif absent:
-            note(f"{entry.name}: {files_text(len(absent))} downloaded into {places.cache_folder()}")
+            note(f"{entry.name}: {plural(len(absent), 'file')} downloaded into {places.cache_folder()}")
         else:
             note(f"{entry.name} is here already ({whereabouts(entry)[0]})")
     if failed:
         raise failed[0] if len(chosen) == 1 else OSError(f"{len(failed)} of {len(chosen)} data sets could not be had")
-
-
-def files_text(count: int) -> str:
-    """`1 file`, `4 files`."""
-    return f"{count} file{'s' * (count != 1)}"
 
 
 @app.command()
@@ -149,9 +143,11 @@ def where(
             elif name is not None:
                 typer.echo(f"{found.path}{': ok' if check else ''}")
     if check and name is None:
-        typer.echo(f"{files_text(checked)} checked")
+        typer.echo(f"{plural(checked, 'file')} checked")
     if damaged:
-        raise ValueError(f"{damaged} of {files_text(checked)} not as published: replace, or delete and `plausible data get`")
+        raise ValueError(
+            f"{damaged} of {plural(checked, 'file')} not as published: replace, or delete and `plausible data get`"
+        )
     if absent and name is not None:
         raise FileNotFoundError(f"not here: {', '.join(file.path for file in absent)}; try: plausible data get {name}")
 

@@ -4,20 +4,19 @@
 2. The 8 × 8 handwritten digits that come with scikit-learn, 1,000 to train on and the other 797 to test on.
 
 A method of your own takes part as soon as it is registered, with its default settings. Those of the library, with their
-settings, are in `_regression_methods` and `_digit_methods`; they were chosen on other draws of the curve and by validation
-inside the 1,000 digits, with tables of seed 0 in sight. Cost: about a minute on two cores.
+settings, are in `templates/demo.json`; they were chosen on other draws of the curve (with ε = 1e-4 a chain on one of them ran
+away, so it is 6e-5) and by validation inside the 1,000 digits, with tables of seed 0 in sight. Cost: about a minute on two cores.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
+import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,21 +31,23 @@ from torch import Tensor, nn
 import plausible
 from plausible import methods
 from plausible.analysis import metrics
+from plausible.apps import plots
 from plausible.apps.cli.errors import one_line
+from plausible.apps.pages import Shown, chart, png, render
+from plausible.apps.plots.regression import draw_band, draw_uncertainties
+from plausible.apps.plots.selection import draw_entropies
+from plausible.apps.report.words import percent
+from plausible.core import serialise
 from plausible.core.likelihoods import Categorical, Gaussian, Likelihood
-from plausible.core.schedules import Cosine
-from plausible.methods import IVON, MAP, SGLD, Ensemble, FullRank, Laplace, MeanField, Method
+from plausible.core.storage import write_atomically
+from plausible.methods import Method
 from plausible.posteriors.base import Posterior
 
-MARKER = ".plausible-demo"
-GAP = 1.5
-REACH = 3.5
-NOISE = 0.2
-LEVEL = 0.9
+GAP, REACH, NOISE = 1.5, 3.5, 0.2
 
 
 class Entry(NamedTuple):
-    """One row of a table: a method with its settings, and the entry whose fit it starts from."""
+    """One row of a table: a method with its settings (or why it has none), and the entry whose fit it starts from."""
 
     key: str
     label: str
@@ -66,17 +67,9 @@ class Outcome:
     error: str = ""
 
 
-class Column(NamedTuple):
-    """A column of a table: heading (lines), score, and how the score is written."""
-
-    heading: str
-    key: str
-    form: str
-
-
 @dataclass(frozen=True)
 class Problem:
-    """Data, network, settings and scores of one of the two problems."""
+    """Data, network, settings and scores of one of the two problems; `columns`: heading → (score, how it is written)."""
 
     key: str
     title: str
@@ -84,90 +77,94 @@ class Problem:
     test: tuple[Tensor, Tensor]
     network: Callable[[], nn.Module]
     likelihood: Likelihood
-    prior: plausible.priors.Prior
     known: Sequence[Entry]
-    columns: tuple[Column, ...]
+    columns: Mapping[str, tuple[str, str]]
     judge: Callable[[Problem, Posterior], tuple[dict[str, float], dict[str, np.ndarray]]]
 
 
 def run(out: Path, quick: bool = False, seed: int = 0, force: bool = False) -> None:
     """Fit all methods to both problems, print the tables and write the page into the folder `out`.
 
-    A folder that holds anything but an earlier demo is refused unless `force`; files of others are never removed. `quick` makes
+    A folder that holds anything but an earlier demo is refused unless `force`; files of others are never touched. `quick` makes
     a few steps only: everything can be looked at, nothing concluded. Raises `FileExistsError` or `ValueError`.
     """
-    out = Path(out)
+    page = Path(out) / "index.html"
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
-    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"), ("jinja2", "jinja2")):
         if find_spec(module) is None:
             raise ValueError(f"the demo needs {package}: pip install 'plausible[all]'")
-    earlier = _claim(out, force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name or 'demo'}."))
+    _claim(page, force)
     console = Console(markup=False, highlight=False, emoji=False)
     begin = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more help little here, and much is lost where other programs want the cores
     try:
-        from plausible.apps.cli import demo_page
-
         results = []
         for problem in (regression(seed, quick), digits(seed, quick)):
             outcomes = fit_all(problem, seed, console)
             console.print(table(problem, outcomes))
             results.append((problem, outcomes))
         with console.status("drawing the page"):
-            demo_page.write(folder, results, seed=seed, quick=quick, began=begin)
-        names = sorted(path.name for path in folder.iterdir())
-        (folder / MARKER).write_text(json.dumps({"files": names}) + "\n", encoding="utf-8")
-        _publish(folder, out, names, earlier)
+            made = f"plausible {plausible.__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+            text = written(results, quick, f"{made}, seed {seed}, {time.perf_counter() - begin:.0f} s in all")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(page, text.encode())
     finally:
         torch.set_num_threads(threads)
-        shutil.rmtree(folder, ignore_errors=True)
     console.print(f"done in {time.perf_counter() - begin:.0f} s")
-    console.print(f"open {out / 'index.html'} in a browser", soft_wrap=True)
+    console.print(f"open {page} in a browser", soft_wrap=True)
+
+
+def _claim(page: Path, force: bool) -> None:
+    """Refuse a folder that is not ours."""
+    out = page.parent
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"out={str(out)!r} is a file, expected a folder")
+    earlier = page.is_file() and 'content="plausible"' in page.read_text(encoding="utf-8", errors="replace")[:1000]
+    if out.is_dir() and any(out.iterdir()) and not earlier and not force:
+        raise FileExistsError(
+            f"out={str(out)!r} holds files that the demo did not write; choose another folder, or --overwrite to add the page"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two problems
 
 
-def curve(x: np.ndarray) -> np.ndarray:
-    """The true mean: 1.2 sin(1.5x)."""
-    return 1.2 * np.sin(1.5 * x)
-
-
 def regression(seed: int, quick: bool) -> Problem:
     """60 points on both sides of a gap, 200 fresh ones on both sides and 200 inside it as a test."""
     rng = np.random.default_rng([seed, 1])
 
-    def draw(low: float, high: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def draw(low: float, high: float, count: int) -> tuple[Tensor, Tensor]:
         x = rng.uniform(low, high, count) * np.where(np.arange(count) % 2, 1.0, -1.0)
-        return x, curve(x) + NOISE * rng.standard_normal(count)
+        y = curve(x) + NOISE * rng.standard_normal(count)
+        return torch.tensor(x, dtype=torch.float32)[:, None], torch.tensor(y, dtype=torch.float32)[:, None]
 
-    parts = [draw(GAP, REACH, 60), draw(GAP, REACH, 200), draw(0.0, GAP, 200)]
-    (x, y), *rest = [tuple(torch.tensor(v, dtype=torch.float32)[:, None] for v in part) for part in parts]
+    train, near, inside = draw(GAP, REACH, 60), draw(GAP, REACH, 200), draw(0.0, GAP, 200)
     return Problem(
         key="regression",
         title="regression with a gap: 60 points to learn from, 200 + 200 held out",
-        train=(x, y),
-        test=(torch.cat([part[0] for part in rest]), torch.cat([part[1] for part in rest])),
+        train=train,
+        test=(torch.cat([near[0], inside[0]]), torch.cat([near[1], inside[1]])),
         network=lambda: nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)),
         likelihood=Gaussian(initial=0.5),
-        prior=plausible.priors.Gaussian(scale=1.0),
-        known=_regression_methods(quick),
-        columns=(
-            Column("log-lik.\nat data", "log_likelihood_data", "{:.2f}"),
-            Column("log-lik.\nin gap", "log_likelihood_gap", "{:.2f}"),
-            Column("RMSE\nat data", "rmse_data", "{:.2f}"),
-            Column("RMSE\nin gap", "rmse_gap", "{:.2f}"),
-            Column("in 90 %\nat data", "coverage_data", "{:.0%}"),
-            Column("in 90 %\nin gap", "coverage_gap", "{:.0%}"),
-            Column("time", "seconds", "{:.1f} s"),
-        ),
+        known=_entries("regression", quick),
+        columns={
+            "log-lik.\nat data": ("log_likelihood_data", "{:.2f}"),
+            "log-lik.\nin gap": ("log_likelihood_gap", "{:.2f}"),
+            "RMSE\nat data": ("rmse_data", "{:.2f}"),
+            "RMSE\nin gap": ("rmse_gap", "{:.2f}"),
+            "in 90 %\nat data": ("coverage_data", "{:.0%}"),
+            "in 90 %\nin gap": ("coverage_gap", "{:.0%}"),
+            "time": ("seconds", "{:.1f} s"),
+        },
         judge=_judge_regression,
     )
+
+
+def curve(x: np.ndarray) -> np.ndarray:
+    return 1.2 * np.sin(1.5 * x)
 
 
 def digits(seed: int, quick: bool) -> Problem:
@@ -177,8 +174,7 @@ def digits(seed: int, quick: bool) -> Problem:
     images, classes = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(images))
     x, y = torch.tensor(images[order] / 16, dtype=torch.float32), torch.tensor(classes[order], dtype=torch.long)
-    count = 300 if quick else 1000
-    stop = 600 if quick else len(x)
+    count, stop = (300, 600) if quick else (1000, len(x))
     return Problem(
         key="digits",
         title=f"handwritten digits: {count:,} images to learn from, {stop - count} held out",
@@ -186,81 +182,29 @@ def digits(seed: int, quick: bool) -> Problem:
         test=(x[count:stop], y[count:stop]),
         network=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
         likelihood=Categorical(),
-        prior=plausible.priors.Gaussian(scale=1.0),
-        known=_digit_methods(quick),
-        columns=(
-            Column("log-\nlikelihood", "log_likelihood", "{:.3f}"),
-            Column("error\nrate", "error", "{:.1%}"),
-            Column("calibration\nerror", "ece", "{:.3f}"),
-            Column("errors\nfound", "found", "{:.3f}"),
-            Column("time", "seconds", "{:.1f} s"),
-        ),
+        known=_entries("digits", quick),
+        columns={
+            "log-\nlikelihood": ("log_likelihood", "{:.3f}"),
+            "error\nrate": ("error", "{:.1%}"),
+            "calibration\nerror": ("ece", "{:.3f}"),
+            "errors\nfound": ("found", "{:.3f}"),
+            "time": ("seconds", "{:.1f} s"),
+        },
         judge=_judge_digits,
     )
 
 
-ABOUT = {
-    "map": "One network at the highest posterior density: what ordinary training with weight decay gives.",
-    "ensemble": "{members} networks, each trained from its own random start; their predictions are averaged.",
-    "sgld": "A random walk through plausible networks, started at the MAP fit; the states on its way are averaged.",
-    "sgld-chains": "{members} such walks side by side, each started at one network of the ensemble.",
-    "mean-field": "Independent Gaussians over the weights, by a bound on the evidence. With many weights for few data the bound "
-    "prefers a plain curve and much noise: a known failing of this family, and here it shows.",
-    "ivon": "The same Gaussians by natural gradients, with the curvature read off the noise.",
-    "laplace": "A Gaussian around the mode with the curvature there, for the linearised network: on the curve over all weights, "
-    "with the prior and the noise that the evidence prefers; on the digits over the last layer.",
-    "full-rank": "One Gaussian over all weights with all their correlations, by the same bound.",
-}
-
-
-def _entries(
-    point: MAP, ensemble: Ensemble, walk: SGLD, chains: Ensemble, gaussians: MeanField, natural: IVON, mode: Laplace
-) -> list[Entry]:
-    return [
-        Entry("map", "MAP", point, ABOUT["map"]),
-        Entry("ensemble", "ensemble", ensemble, ABOUT["ensemble"].format(members=ensemble.members)),
-        Entry("sgld", "SGLD", walk, ABOUT["sgld"], "map"),
-        Entry("sgld-chains", "SGLD chains", chains, ABOUT["sgld-chains"].format(members=chains.members), "ensemble"),
-        Entry("mean-field", "mean-field", gaussians, ABOUT["mean-field"]),
-        Entry("ivon", "IVON", natural, ABOUT["ivon"]),
-        Entry("laplace", "Laplace", mode, ABOUT["laplace"]),
-    ]
-
-
-def _regression_methods(quick: bool) -> list[Entry]:
-    """Steps of all data at once; with ε = 1e-4 a chain on another draw of the curve ran away, so it is 6e-5."""
-    point = MAP(epochs=200 if quick else 1500, batch_size=None, lr=Cosine(0.02))
-    correlated = FullRank(epochs=100 if quick else 2000, batch_size=None, lr=Cosine(0.02))
-    known = _entries(
-        point,
-        Ensemble(point, members=3 if quick else 10, init="prior"),
-        SGLD(epochs=200 if quick else 8000, batch_size=None, lr=6e-5, burn_in=0.3),
-        Ensemble(
-            SGLD(epochs=100 if quick else 1500, batch_size=None, lr=6e-5, burn_in=0.3, thin=10 if quick else 50),
-            members=3 if quick else 10,
-        ),
-        MeanField(epochs=100 if quick else 2000, batch_size=None, lr=Cosine(0.02)),
-        IVON(epochs=100 if quick else 2000, batch_size=None),
-        Laplace("full", mode=point, tune="layer", rounds=1 if quick else 5, polish=20 if quick else None),
-    )
-    return [*known, Entry("full-rank", "full-rank", correlated, ABOUT["full-rank"])]
-
-
-def _digit_methods(quick: bool) -> list[Entry]:
-    """Batches of 100; ε = 2e-3 lies between the best two by the log-likelihood of held-out training digits."""
-    point = MAP(epochs=20 if quick else 100, batch_size=100, lr=Cosine(0.02))
-    return _entries(
-        point,
-        Ensemble(point, members=3 if quick else 5),
-        SGLD(epochs=40 if quick else 400, batch_size=100, lr=2e-3, burn_in=0.3),
-        Ensemble(
-            SGLD(epochs=20 if quick else 100, batch_size=100, lr=2e-3, burn_in=0.3, thin=10 if quick else 30),
-            members=3 if quick else 5,
-        ),
-        MeanField(epochs=20 if quick else 100, batch_size=100, lr=Cosine(0.02)),
-        IVON(epochs=20 if quick else 100, batch_size=100),
-        Laplace("kron", where="last", mode=point, polish=5 if quick else 50),
-    )
+def _entries(problem: str, quick: bool) -> list[Entry]:
+    """The library's methods with their settings for a problem, from `templates/demo.json`."""
+    text = (resources.files("plausible.apps") / "templates" / "demo.json").read_text(encoding="utf-8")
+    key = f"{problem} quick" if quick else problem
+    known = []
+    for row in json.loads(text):
+        if key in row:
+            method = serialise.decode(row[key])
+            about = row["about"].format(members=getattr(method, "members", 1))
+            known.append(Entry(row["key"], row["label"], method, about, row["start"]))
+    return known
 
 
 def entries(known: Sequence[Entry]) -> list[Entry]:
@@ -294,7 +238,7 @@ def fit_all(problem: Problem, seed: int, console: Console) -> list[Outcome]:
                 outcome.values["seconds"] = seconds
             console.print(f"{problem.key}: {entry.label}, {seconds:.1f} s")
         except Exception as error:
-            outcome.error = f"{type(error).__name__}: {one_line(error)}" if not entry.refused else entry.refused
+            outcome.error = entry.refused or f"{type(error).__name__}: {one_line(error)}"
             console.print(f"{problem.key}: {entry.label} failed: {outcome.error}")
         outcomes.append(outcome)
     return outcomes
@@ -311,6 +255,7 @@ def _fit(problem: Problem, entry: Entry, earlier: Mapping[str, tuple[Posterior, 
         torch.manual_seed(seed)
         network = problem.network()
     begin = time.perf_counter()
+    prior = plausible.priors.Gaussian(scale=1.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="stopped by Ctrl-C")  # the whole demo stops
         posterior = plausible.fit(
@@ -318,7 +263,7 @@ def _fit(problem: Problem, entry: Entry, earlier: Mapping[str, tuple[Posterior, 
             problem.train,
             entry.method,
             likelihood=problem.likelihood,
-            prior=problem.prior,
+            prior=prior,
             init=init,
             seed=seed,
             progress=False,
@@ -332,7 +277,7 @@ def _judge_regression(problem: Problem, posterior: Posterior) -> tuple[dict[str,
     """Scores near the data and in the gap, and the bands over a grid that reaches beyond both."""
     x, y = problem.test
     predictive = posterior.predict(x)
-    mean, (low, high) = predictive.mean, predictive.interval(LEVEL)
+    mean, (low, high) = predictive.mean, predictive.interval(0.9)
     values: dict[str, float] = {}
     for place, rows in (("data", x[:, 0].abs() >= GAP), ("gap", x[:, 0].abs() < GAP)):
         values |= {
@@ -343,11 +288,10 @@ def _judge_regression(problem: Problem, posterior: Posterior) -> tuple[dict[str,
         }
     grid = torch.linspace(-REACH - 1.0, REACH + 1.0, 241)[:, None]
     shown = posterior.predict(grid)
-    levels = shown.quantile([0.05, 0.25, 0.75, 0.95])[..., 0]
     arrays = {
         "grid": grid[:, 0],
         "mean": shown.mean[:, 0],
-        "quantiles": levels,
+        "quantiles": shown.quantile([0.05, 0.25, 0.75, 0.95])[..., 0],
         "epistemic": shown.epistemic[:, 0].sqrt(),
         "aleatoric": shown.aleatoric[:, 0].sqrt(),
     }
@@ -358,7 +302,7 @@ def _judge_digits(problem: Problem, posterior: Posterior) -> tuple[dict[str, flo
     """Scores of the class probabilities; `found` is the chance that a wrong answer has more entropy than a right one."""
     x, y = problem.test
     predictive = posterior.predict(x)
-    probs, entropy = predictive.probs, predictive.entropy
+    probs = predictive.probs
     wrong = probs.argmax(-1) != y
     both = bool(wrong.any()) and not bool(wrong.all())
     values = {
@@ -367,16 +311,16 @@ def _judge_digits(problem: Problem, posterior: Posterior) -> tuple[dict[str, flo
         "ece": metrics.ece(probs, y),
         "found": metrics.ood_auroc(probs[~wrong], probs[wrong]) if both else float("nan"),
     }
-    arrays = {"probs": probs, "entropy": entropy, "information": predictive.mutual_information, "wrong": wrong}
+    arrays = {"probs": probs, "entropy": predictive.entropy, "information": predictive.mutual_information, "wrong": wrong}
     return values, {name: value.cpu().numpy() for name, value in arrays.items()}
 
 
 def cells(problem: Problem, outcome: Outcome) -> list[str]:
     """The scores of one row as text."""
     texts = []
-    for column in problem.columns:
-        value = outcome.values[column.key]
-        text = column.form.format(value)
+    for key, form in problem.columns.values():
+        value = outcome.values[key]
+        text = form.format(value)
         text = text.removeprefix("-") if not text.strip("-0.") else text  # no −0.00
         texts.append("–" if np.isnan(value) else text.replace("-", "−").replace("%", " %"))
     return texts
@@ -386,43 +330,126 @@ def table(problem: Problem, outcomes: Sequence[Outcome]) -> Table:
     """The scores of all methods for the terminal."""
     shown = Table(title=problem.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("method", vertical="bottom", no_wrap=True)
-    for column in problem.columns:
-        shown.add_column(column.heading, justify="right", no_wrap=True)
+    for heading in problem.columns:
+        shown.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
-        filled: list[Any] = ["failed"] if outcome.error else cells(problem, outcome)
-        shown.add_row(outcome.entry.label, *filled)
+        shown.add_row(outcome.entry.label, *(["failed"] if outcome.error else cells(problem, outcome)))
     return shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The folder
+# The page
 
 
-def _claim(out: Path, force: bool) -> list[str]:
-    """Refuse a folder that is not ours; the files that an earlier demo wrote there."""
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"out={str(out)!r} is a file, expected a folder")
-    marker = out / MARKER
-    if marker.is_file():
-        try:
-            names = json.loads(marker.read_text(encoding="utf-8"))["files"]
-            return [name for name in names if isinstance(name, str) and Path(name).name == name]
-        except (ValueError, KeyError, TypeError):
-            return []
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise FileExistsError(
-            f"out={str(out)!r} holds files that the demo did not write; choose another folder, or --overwrite to add the page"
-        )
-    return []
+def written(results: Sequence[tuple[Problem, list[Outcome]]], quick: bool, made: str) -> str:
+    """The page of both problems, with everything embedded; every number comes from the run."""
+    (line, line_outcomes), (images, image_outcomes) = results
+    good, fine = ([outcome for outcome in found if not outcome.error] for found in (line_outcomes, image_outcomes))
+    tables = [
+        {
+            "title": problem.title,
+            "heads": list(problem.columns),
+            "rows": [(each.entry.label, each.error, [] if each.error else cells(problem, each)) for each in outcomes],
+        }
+        for problem, outcomes in results
+    ]
+    return render(
+        "demo.html.j2",
+        title="What a network knows, and what it does not",
+        quick=quick,
+        tables=tables,
+        bands=_bands(line, good),
+        faces=[(outcome.entry.label, *_faces(images, outcome)) for outcome in fine],
+        entropies=_entropies(fine) if fine else None,
+        reliabilities=[_reliability(images, outcome) for outcome in fine],
+        train_digits=f"{len(images.train[1]):,}",
+        test_digits=f"{len(images.test[1]):,}",
+        methods=[
+            (each.entry.label, each.entry.about, problem.key, str(each.entry.method))
+            for problem, outcomes in results
+            for each in outcomes
+        ],
+        made=made,
+    )
 
 
-def _publish(folder: Path, out: Path, names: Sequence[str], earlier: Sequence[str]) -> None:
-    """Put the finished files in place: a new folder in one move, an old one file by file with the page last."""
-    os.chmod(folder, 0o755)
-    if not out.exists():
-        os.rename(folder, out)
-        return
-    for name in [*(name for name in names if name != "index.html"), MARKER, "index.html"]:
-        os.replace(folder / name, out / name)
-    for name in set(earlier) - set(names):
-        (out / name).unlink(missing_ok=True)
+def _bands(problem: Problem, outcomes: Sequence[Outcome]) -> list[Shown]:
+    """Mean and bands over the data; below, the standard deviations of noise and of disagreement; all on the same axes."""
+    if not outcomes:
+        return []
+    heights = np.concatenate([*(each.arrays["quantiles"].ravel() for each in outcomes), problem.train[1].numpy().ravel()])
+    low, high = max(float(heights.min()), -5.0), min(float(heights.max()), 5.0)
+    top = max(float(max(each.arrays["epistemic"].max(), each.arrays["aleatoric"].max())) for each in outcomes)
+    shown = []
+    for outcome in outcomes:
+        arrays, label = outcome.arrays, outcome.entry.label
+
+        def draw(panels: Any, arrays: Mapping[str, np.ndarray] = arrays) -> None:
+            above, below = panels
+            grid = arrays["grid"]
+            for ax in panels:
+                ax.axvspan(-GAP, GAP, color="0.5", alpha=0.14, linewidth=0)
+            draw_band(above, grid, arrays["quantiles"], arrays["mean"])
+            above.plot(grid, curve(grid), color="0.5", linestyle=(0, (4, 2)), label="truth")
+            above.plot(*(part[:, 0].numpy() for part in problem.train), "o", markersize=3, color="0", label="data")
+            above.set(ylim=(low - 0.12 * (high - low), high + 0.05 * (high - low)))
+            above.text(0, low - 0.09 * (high - low), "gap: no data", ha="center", fontsize=10)
+            draw_uncertainties(below, grid, arrays["epistemic"], arrays["aleatoric"])
+            below.set(ylim=(0, 1.1 * min(top, 2.0)), xlabel="x", ylabel="std")
+            above.legend()
+            below.legend()
+
+        near, gap = outcome.values["epistemic_data"], outcome.values["epistemic_gap"]
+        caption = f"epistemic std {near:.2f} at the data, {gap:.2f} in the gap"
+        alt = f"Predictions of {label} with 50 % and 90 % bands over 60 data points; {caption}."
+        picture = chart(draw, alt, f"band {label}", size=(5.0, 4.6), rows=2)
+        shown.append(Shown(picture, label, caption))
+    return shown
+
+
+def _faces(problem: Problem, outcome: Outcome, count: int = 5) -> tuple[str, list[tuple[str, list[dict[str, Any]]]]]:
+    """How many are wrong, and the digits with the highest and the lowest entropy."""
+    arrays, truth = outcome.arrays, problem.test[1].numpy()
+    images = problem.test[0].numpy().reshape(-1, 8, 8)
+    order = np.argsort(arrays["entropy"], kind="stable")
+    ends = []
+    for heading, chosen in (("Least confident", order[::-1][:count]), ("Most confident", order[:count])):
+        examples = []
+        for index in chosen.tolist():
+            probs = arrays["probs"][index]
+            examples.append(
+                {
+                    "picture": png(images[index]),
+                    "predicted": f"{probs.argmax()} ({percent(float(probs.max()))})",
+                    "uncertain": f"MI {arrays['information'][index]:.2f}",
+                    "truth": str(truth[index]),
+                    "missed": bool(arrays["wrong"][index]),
+                }
+            )
+        ends.append((heading, examples))
+    return f"{int(arrays['wrong'].sum())} of {len(arrays['wrong'])} wrong", ends
+
+
+def _entropies(outcomes: Sequence[Outcome]) -> Shown:
+    rows = {each.entry.label: (each.arrays["entropy"], each.arrays["wrong"]) for each in outcomes}
+    medians = []
+    for name, (values, wrong) in rows.items():
+        right, missed = (f"{np.median(values[part]):.2f}" if part.any() else "none" for part in (~wrong, wrong))
+        medians.append(f"{name} {right} and {missed}")
+    caption = f"Median entropy of right and of wrong answers: {'; '.join(medians)}."
+    picture = chart(lambda ax: draw_entropies(ax, rows), caption, "entropies", size=(6.5, 1.2 + 0.45 * len(rows)))
+    return Shown(picture, "", caption)
+
+
+def _reliability(problem: Problem, outcome: Outcome) -> Shown:
+    probs, y, label = outcome.arrays["probs"].astype(float), problem.test[1], outcome.entry.label
+    probs = probs / probs.sum(-1, keepdims=True)
+    points = [point for point in zip(*metrics.reliability(probs, y, 10)) if point[2]]
+    words = ", ".join(f"said {float(said):.0%}, right {float(share):.0%} ({int(count)})" for said, share, count in points)
+    picture = chart(
+        lambda ax: plots.reliability(probs, y, ax=ax),
+        f"Reliability of {label}: {words}.",
+        f"reliability {label}",
+        size=(3.6, 3.6),
+    )
+    return Shown(picture, label, f"calibration error {outcome.values['ece']:.3f}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
@@ -36,7 +36,7 @@ def diagnose(
         Path | None, typer.Option(metavar="FILE", help="Write the draws as NetCDF, for arviz.", show_default=False)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Say whether the chains of a run have converged: R̂, effective draws, standard errors, divergences, energies.
 
@@ -159,15 +159,15 @@ def _inputs(record: Record, data: Path) -> tuple[Any, list[int]]:
 
 def _stored(run: Path) -> dict[str, Any] | None:
     """Diagnostics of function values that the fit stored, where it has."""
-    from plausible.apps.report.stored import RECORD, Evidence
+    from plausible.apps.report.findings import RECORD, Findings
 
-    found = dict(Evidence.read(run).diagnostics) if (run / RECORD).is_file() else {}
+    found = dict(Findings.read(run).diagnostics) if (run / RECORD).is_file() else {}
     return found if found.get("rhat") is not None else None
 
 
 def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
-    from experiments.figures import new, save
     from plausible.apps import plots
+    from plausible.apps.plots.base import new_figure, save_figure
     from plausible.posteriors.diagnostics import has_momenta
 
     if folder.exists() and not folder.is_dir():
@@ -181,11 +181,11 @@ def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
     files = []
     for name, draw in wanted.items():
         try:
-            figure, ax = new()
+            figure, ax = new_figure()
         except ImportError as error:
             raise ValueError(f"--plots: {error}") from error
         draw(ax)
-        files += save(figure, folder / name, ("png",))
+        files += save_figure(figure, folder / name, ("png",))
     return files
 
 

@@ -9,17 +9,20 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)]
+
 tracebacks = False
 """Whether `plausible --debug …` asked for tracebacks."""
 
-EXPECTED = (ValueError, TypeError, OSError, MemoryError, ArithmeticError)
+EXPECTED = (ValueError, TypeError, OSError, MemoryError, ArithmeticError, ImportError)  # of an extra that is not installed
 
 
 class Interrupted(KeyboardInterrupt):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     from plausible.analysis.fidelity import Fidelity
@@ -29,7 +29,7 @@ def fidelity(
     draws: Annotated[int | None, typer.Option(help="Posterior draws of either.", show_default="all there are, or 1000")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Say how near a run is to a reference run of the same rows: predictions, functions, weights, epistemic variance.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     from plausible.analysis.evidence import Comparison
@@ -26,7 +26,7 @@ def evidence(
         Path | None, typer.Option(metavar="FILE", help="Draw evidence against the held-out log-likelihood.", show_default=False)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Compare runs of the same data by their evidence: Bayes factors, and the probability of each model given the data.
 
@@ -85,14 +85,13 @@ def _numbers(text: str | None, count: int) -> list[float] | None:
 
 
 def _drawn(found: Comparison, held_out: dict[str, float | None], path: Path) -> Path:
-    from experiments.figures import new, save
+    from plausible.apps.plots import evidence as draw
+    from plausible.apps.plots.base import new_figure, save_figure
 
     missing = [name for name, value in held_out.items() if value is None]
     if missing:
         raise ValueError(f"--plot needs held-out rows, and {', '.join(missing)} has none; fit with --test-fraction above 0")
-    figure, ax = new()
-    from plausible.apps.plots import models as draw
-
+    figure, ax = new_figure()
     values: Any = held_out
     draw(found, values, ax=ax)
-    return save(figure, path.with_suffix(""), (path.suffix.lstrip(".") or "png",))[0]
+    return save_figure(figure, path.with_suffix(""), (path.suffix.lstrip(".") or "png",))[0]

@@ -7,19 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from plausible.analysis import metrics
 from plausible.apps.cli import runs
 from plausible.apps.cli.errors import note
 from plausible.apps.cli.files import read_table, write_csv
-from plausible.apps.cli.scores import class_probs
-from plausible.apps.cli.targets import Target
+from plausible.apps.responses import Response
 from plausible.apps.tables import listed
 
 if TYPE_CHECKING:
     from plausible.posteriors.predictive import Predictive
 
 
-def columns(target: Target, predictive: Predictive, level: float) -> dict[str, list[Any]]:
+def class_probs(target: Response, predictive: Predictive) -> list[Tensor]:
+    """Probabilities `[N, classes]`, one tensor per target; a yes/no target has the two classes (1 − p, p)."""
+    probs = predictive.probs.cpu()
+    if target.likelihood == "categorical":
+        return [probs]
+    return [torch.stack([1 - column, column], -1) for column in probs.unbind(-1)]
+
+
+def held_out(target: Response, predictive: Predictive, observed: Tensor, level: float = 0.9) -> dict[str, Any]:
+    """All scores that fit the task: `rows` and `log_likelihood` for the whole, the others for each target."""
+    each = metrics.summary_by_output(predictive, observed, level=level)
+    total = metrics.log_likelihood(predictive, observed)
+    return {"rows": len(observed), "log_likelihood": total, "targets": dict(zip(target.names, each))}
+
+
+def columns(target: Response, predictive: Predictive, level: float) -> dict[str, list[Any]]:
     """Predictions as named columns, prefixed by the target's name where there are several.
 
     Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,

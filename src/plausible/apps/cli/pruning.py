@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, guarded, note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ def prune(
     draws: Annotated[int | None, typer.Option(help="Posterior draws to average.", show_default="all there are")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)] = False,  # noqa: ARG001
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Set the least useful weights of a run to 0, and show what that costs.
 
@@ -257,7 +257,7 @@ def _write(target: Path, opened: Opened, asked: Asked, pruned: Posterior, draws:
     """The folder of the pruned run, with the scores of the rows where there are any, and the figure."""
     import torch
 
-    from plausible.apps.cli import prediction, runs, scores
+    from plausible.apps.cli import prediction, runs
     from plausible.apps.cli.training import LEVEL
     from plausible.apps.report.collecting import collect
     from plausible.apps.report.runs import described
@@ -291,7 +291,7 @@ def _write(target: Path, opened: Opened, asked: Asked, pruned: Posterior, draws:
     else:
         goal, table, observed = record.target, opened.rows, opened.observed
         predictive = goal.restore(pruned.predict(torch.from_numpy(opened.inputs), draws, seed))
-        metrics = scores.held_out(goal, predictive, observed, LEVEL)
+        metrics = prediction.held_out(goal, predictive, observed, LEVEL)
         numbers = [table[goal.names[0]].row(index) for index in range(rows)]
         heldout = {"row": numbers, **{f"actual_{name}": list(table[name].cells) for name in goal.names}}
         heldout |= prediction.columns(goal, predictive, LEVEL)

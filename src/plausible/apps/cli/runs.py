@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plausible.apps.cli.files import umask
-from plausible.apps.cli.targets import Target
+from plausible.apps.responses import Response
 from plausible.apps.tables import Preprocessor, mlp
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from plausible.apps.report.stored import Evidence
+    from plausible.apps.report.findings import Findings
     from plausible.posteriors.base import Posterior
 
 FORMAT = 1
@@ -71,7 +71,7 @@ class Record:
     """What `run.json` says: how to turn a table into inputs, build the network, and read its outputs."""
 
     preprocessor: Preprocessor
-    target: Target
+    target: Response
     hidden: tuple[int, ...]
     activation: str
     method: str
@@ -115,7 +115,7 @@ class Record:
         try:
             return cls(
                 preprocessor=Preprocessor.from_dict(data["preprocessor"]),
-                target=Target.from_dict(data["target"]),
+                target=Response.from_dict(data["target"]),
                 hidden=tuple(int(width) for width in data["network"]["hidden"]),
                 activation=str(data["network"]["activation"]),
                 method=str(data["method"]),
@@ -134,7 +134,7 @@ def write(
     posterior: Posterior,
     metrics: Mapping[str, Any] | None,
     heldout: Mapping[str, Any],
-    evidence: Evidence,
+    evidence: Findings,
 ) -> None:
     """Write the folder beside its place, then put it there in one rename."""
     from plausible.apps.cli.files import write_csv

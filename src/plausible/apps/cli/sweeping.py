@@ -11,15 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.errors import Debug, Quiet, guarded, note
+from plausible.apps.report.words import plural
 
 
 @guarded
 def sweep(
-    plan: Annotated[
-        str, typer.Argument(metavar="FILE", help="A sweep in TOML, or a preset such as small.", show_default=False)
-    ],
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default="the plan's")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A sweep in TOML.", show_default=False)] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default="the file's")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.", show_default="auto")] = None,
     precision: Annotated[
         str | None, typer.Option(help="float32, or tf32 for faster products on an NVIDIA GPU.", show_default="float32")
@@ -27,111 +26,111 @@ def sweep(
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile the steps.", show_default="where it pays")
     ] = None,
-    at_once: Annotated[int | None, typer.Option(help="Settings in one program.", show_default="the plan's, or 128")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the plan's, or 0")] = None,
+    at_once: Annotated[int | None, typer.Option(help="Settings in one program.", show_default="the file's, or 128")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the file's, or 0")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("sweep"),
     top: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 10,
-    show: Annotated[bool, typer.Option("--show", help="Print the plan and stop.", show_default=False)] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.", show_default=False)] = False,  # noqa: ARG001
+    show: Annotated[
+        bool,
+        typer.Option("--show", help="Print what the file asks for, or without one a file to start from.", show_default=False),
+    ] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Train every combination of a grid of settings, stacked into few programs, and rank them by validation scores.
 
     Writes results.json, table.csv and, with matplotlib, sweep.png. A stopped sweep goes on where it was.
 
-    Example: plausible sweep small --out sweep
+    Example: plausible sweep sweep.toml --out sweep
     """
-    from plausible.apps.sweep import plans
+    from plausible.apps.sweep import files
+    from plausible.apps.sweep.grid import Grid
 
-    asked = plans.read(plan)
+    if file is None:
+        if not show:
+            raise ValueError("nothing to train: give a sweep in TOML; plausible sweep --show prints one to start from")
+        typer.echo(files.example(), nl=False)
+        return
+    asked = files.read(file)
     changes: dict[str, Any] = {key: value for key, value in {"at_once": at_once, "seed": seed}.items() if value is not None}
     if epochs is not None:
         changes["settings"] = {**asked.settings, "epochs": epochs}
     asked = replace(asked, **changes)
-    count = 1
-    for values in asked.grid.values():
-        count *= len(values)
+    title = f"{asked.title}: {len(Grid(asked.grid))} settings of {asked.method} on {asked.dataset}"
     if show:
-        typer.echo(f"{asked.title}: {count} settings of {asked.method} on {asked.dataset}")
+        typer.echo(title)
         for name, values in asked.grid.items():
             typer.echo(f"  {name}: {', '.join(map(str, values))}")
         return
     if precision not in (None, "float32", "tf32"):
         raise ValueError(f"--precision must be float32 or tf32, got {precision!r}")
     if not quiet:
-        note(f"{asked.title}: {count} settings of {asked.method} on {asked.dataset}")
-    found = asked.run(
+        note(title)
+    result = asked.run(
         device=device or "auto",
         precision=precision,
         compile="auto" if compiled is None else compiled,
         out=out,
         progress=False if quiet else None,
     )
-    write(found, asked, out)
+    write(result, asked, out)
     if not quiet:
-        typer.echo(_printed(found, top))
+        typer.echo(_printed(result, top))
 
 
-def write(found: Any, plan: Any, out: Path) -> None:
+def write(result: Any, asked: Any, out: Path) -> None:
     """results.json, table.csv, and the picture where matplotlib is there."""
     from plausible.core.storage import write_atomically
 
-    names, scores = list(found.rows[0]["settings"]), list(found.rows[0]["scores"])
-    steps = sum(group["steps"] * group["members"] for group in found.groups)
+    names, scores = list(result.rows[0]["settings"]), list(result.rows[0]["scores"])
+    keys = ("title", "dataset", "method", "settings", "prior", "hidden", "validation", "seed")
     content = {
-        "title": plan.title,
-        "dataset": plan.dataset,
-        "method": plan.method,
-        "settings": dict(plan.settings),
-        "prior": dict(plan.prior),
-        "hidden": list(plan.hidden),
-        "validation": plan.validation,
-        "seed": plan.seed,
-        "groups": found.groups,
-        "training_seconds": sum(group["seconds"] for group in found.groups),
-        "model_steps": steps,
-        "rows": found.rows,
+        **{key: getattr(asked, key) for key in keys},
+        "groups": result.groups,
+        "training_seconds": sum(group["seconds"] for group in result.groups),
+        "model_steps": sum(group["steps"] * group["members"] for group in result.groups),
+        "rows": result.rows,
     }
     write_atomically(out / "results.json", (json.dumps(content, indent=1) + "\n").encode())
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(names + scores)
-    for row in found.sorted():
+    for row in result.sorted():
         table.writerow([row["settings"][n] for n in names] + [row["scores"][s] for s in scores])
     write_atomically(out / "table.csv", text.getvalue().encode())
     try:
         from plausible.apps.plots import sweep as picture
 
-        figure: Any = picture(found).figure
+        figure: Any = picture(result).figure
         figure.savefig(out / "sweep.png", dpi=150, bbox_inches="tight")
     except ImportError:
         note("no picture: matplotlib is not installed (pip install 'plausible[plot]')")
 
 
-def _printed(found: Any, top: int) -> str:
+def _printed(result: Any, top: int) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    names, scores = list(found.rows[0]["settings"]), list(found.rows[0]["scores"])
-    table = Table(title=f"{len(found.rows)} settings, best first by {found.measure} on the validation rows")
+    names, scores = list(result.rows[0]["settings"]), list(result.rows[0]["scores"])
+    table = Table(title=f"{len(result.rows)} settings, best first by {result.measure} on the validation rows")
     for name in names + scores:
         table.add_column(name, justify="right")
 
     def cell(value: Any) -> str:
         return "diverged" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    for row in found.sorted()[:top]:
+    for row in result.sorted()[:top]:
         table.add_row(*(cell(row["settings"][n]) for n in names), *(cell(row["scores"][s]) for s in scores))
     console = Console(width=max(80, 14 * len(names + scores)), record=False)
     with console.capture() as caught:
         console.print(table)
-    diverged = sum(row["scores"][found.measure] is None for row in found.rows)
-    seconds = sum(group["seconds"] for group in found.groups)
+    diverged = sum(row["scores"][result.measure] is None for row in result.rows)
+    seconds = sum(group["seconds"] for group in result.groups)
     lines = [caught.get().rstrip()]
-    if len(found.rows) > top:
-        lines.append(f"… and {len(found.rows) - top} more in table.csv")
+    if len(result.rows) > top:
+        lines.append(f"… and {len(result.rows) - top} more in table.csv")
     lines.append(
-        f"{len(found.groups)} program{'s' * (len(found.groups) != 1)}, {seconds:,.1f} s of training and scoring"
+        f"{plural(len(result.groups), 'program')}, {seconds:,.1f} s of training and scoring"
         + (f"; {diverged} diverged" if diverged else "")
     )
     return "\n".join(lines)

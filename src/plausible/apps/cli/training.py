@@ -13,11 +13,11 @@ import torch
 
 import plausible
 from plausible import Posterior, Predictive
-from plausible.apps.cli import diagnosing, prediction, runs, scores, settings
+from plausible.apps.cli import diagnosing, prediction, runs, settings
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.cli.files import read_table
-from plausible.apps.cli.targets import Target, decide, standardised
 from plausible.apps.report.runs import from_fit
+from plausible.apps.responses import Response, decide, standardised
 from plausible.apps.tables import ID_ROWS, Preprocessor, Table, complete, listed, refuse_gaps
 from plausible.core import serialise
 
@@ -57,7 +57,7 @@ class Prepared:
     """Training and held-out rows, ready for the network."""
 
     preprocessor: Preprocessor
-    target: Target
+    target: Response
     train: Table
     test: Table
     inputs: tuple[np.ndarray, np.ndarray]
@@ -189,7 +189,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     if data.test.rows:
         predictive = data.target.restore(posterior.predict(torch.from_numpy(data.inputs[1])))
         observed = torch.from_numpy(data.target.observed(data.test))
-        metrics = scores.held_out(data.target, predictive, observed.to(posterior.device), LEVEL)
+        metrics = prediction.held_out(data.target, predictive, observed.to(posterior.device), LEVEL)
         heldout["row"] = [data.test[data.target.names[0]].row(index) for index in range(data.test.rows)]
         heldout |= {f"actual_{name}": list(data.test[name].cells) for name in data.target.names}
         heldout |= prediction.columns(data.target, predictive, LEVEL)

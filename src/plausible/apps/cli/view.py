@@ -15,32 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from plausible.apps.cli.runs import Record
-
-LABELS = {
-    "log_likelihood": "log-likelihood (nats per row)",
-    "rmse": "RMSE",
-    "mae": "MAE",
-    "accuracy": "accuracy",
-    "brier": "Brier score",
-    "ece": "calibration error (ECE, 15 bins)",
-    "classwise_ece": "the same for each class, averaged",
-    "calibrated_log_loss": "log loss at a fitted temperature",
-    "aurc": "risk averaged over coverage (AURC)",
-    "crps": "CRPS",
-    "quantile_calibration": "calibration error of quantiles",
-}
+from plausible.apps.report.words import label, plural
 
 
 def console() -> Console:
     """Standard output, with column and class names taken literally."""
     return Console(markup=False, highlight=False, emoji=False)
-
-
-def label(key: str) -> str:
-    """The words for a score."""
-    kind, _, level = key.rpartition("_")
-    words = {"coverage": f"inside the {level} % interval", "width": f"mean width of the {level} % interval"}
-    return words[kind] if kind in words else LABELS[key]
 
 
 def number(key: str, value: float) -> str:
@@ -59,9 +39,7 @@ def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
         return
     names = list(metrics["targets"])
     table = Table(
-        title=f"{metrics['rows']} held-out row{'s' * (metrics['rows'] > 1)}, {record.method}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+        title=f"{plural(metrics['rows'], 'held-out row')}, {record.method}", title_justify="left", box=box.SIMPLE_HEAD
     )
     table.add_column("score")
     for name in names:

@@ -1,6 +1,6 @@
 """Compare methods on data sets and splits: the same data, the same protocol, paired differences.
 
-    study = compare.read("study.toml")             # or compare.preset("uci-small")
+    study = compare.read("study.toml")
     results = compare.run(study, "comparison", jobs=2)
     compare.summarise(study, results).rows
 
@@ -8,7 +8,7 @@
 """
 
 from plausible.apps.compare.runner import run
-from plausible.apps.compare.study import Candidate, Cell, Study, parse, preset, preset_text, presets, read
+from plausible.apps.compare.study import Candidate, Cell, Published, Study, example, parse, read
 from plausible.apps.compare.tables import Difference, Mean, Row, Summary, summarise
 
 __all__ = [
@@ -16,13 +16,12 @@ __all__ = [
     "Cell",
     "Difference",
     "Mean",
+    "Published",
     "Row",
     "Study",
     "Summary",
+    "example",
     "parse",
-    "preset",
-    "preset_text",
-    "presets",
     "read",
     "run",
     "summarise",

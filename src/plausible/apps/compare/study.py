@@ -1,4 +1,4 @@
-"""What to compare: methods × data sets × splits, from a TOML file, a preset, or the command line."""
+"""What to compare: methods × data sets × splits, from a TOML file or the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plausible.apps.tables import listed, nearest
 
 LIKELIHOODS = ("gaussian", "heteroscedastic", "student-t")
 ACTIVATIONS = ("relu", "tanh", "silu", "gelu")
-KEYS = ("title", "datasets", "splits", "kind", "seed", "reference", "methods")
+KEYS = ("title", "datasets", "splits", "kind", "seed", "reference", "methods", "published")
 MODEL_KEYS = ("method", "likelihood", "prior_scale", "hidden", "activation", "grid", "validation")
 
 
@@ -73,6 +73,17 @@ class Candidate:
         }
 
 
+class Published(NamedTuple):
+    """A published mean and its standard error, NaN where none was printed."""
+
+    value: float
+    error: float = math.nan
+
+    def __str__(self) -> str:
+        shown = f"{self.value:.2f}".replace("-", "−")
+        return shown if math.isnan(self.error) else f"{shown} ± {self.error:.2f}"
+
+
 class Cell(NamedTuple):
     """One fit: a candidate on one split of one data set."""
 
@@ -86,7 +97,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison: candidates × data sets × splits. `splits` None means all that were published; `kind` "random" or "gap"."""
+    """A comparison: candidates × data sets × splits. `splits` None means all that were published; `kind` "random" or "gap".
+
+    `published`: data set → source → metric → result, to be shown beside ours where the splits are the random ones.
+    """
 
     datasets: tuple[str, ...]
     candidates: tuple[Candidate, ...]
@@ -95,6 +109,7 @@ class Study:
     seed: int = 0
     title: str = "Comparison"
     reference: str | None = None
+    published: Mapping[str, Mapping[str, Mapping[str, Published]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from plausible.apps.datasets.catalogue import UCI
@@ -166,21 +181,9 @@ def num_splits(name: str, kind: str) -> int:
     return len(table.splits if kind == "random" else table.gap_splits)
 
 
-def presets() -> list[str]:
-    """The names of the studies that come with the library."""
-    return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
-
-
-def preset_text(name: str) -> str:
-    """The TOML of a preset."""
-    if name not in presets():
-        raise ValueError(f"preset {name!r} is not known{nearest(name, presets())}; there are {listed(presets())}")
-    return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
-
-
-def preset(name: str) -> Study:
-    """A study that comes with the library."""
-    return parse(preset_text(name), f"preset {name}")
+def example() -> str:
+    """A small study to start from, as TOML."""
+    return (resources.files("plausible.apps") / "templates" / "study.toml").read_text(encoding="utf-8")
 
 
 def read(path: str | Path) -> Study:
@@ -217,30 +220,43 @@ def parse(text: str, source: str = "the study") -> Study:
             datasets=_names(raw["datasets"]),
             candidates=tuple(_candidate(label, table) for label, table in methods.items()),  # type: ignore[union-attr]
             splits=splits,
+            published=_published(raw.get("published", {})),
             **{k: raw[k] for k in ("kind", "seed", "title", "reference") if k in raw},
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"{source}: {error}") from error
 
 
-def candidate_of(name: str, extras: Mapping[str, Any] | None = None) -> Candidate:
-    """A method by its name with default settings, as the command line names it."""
-    return Candidate(name, name, dict(extras or {}))
+def _published(raw: Any) -> dict[str, dict[str, dict[str, Published]]]:
+    """`{boston = {PBP = {rmse = [3.01, 0.18]}}}`, each metric a mean and, where there is one, its standard error."""
+    published: dict[str, dict[str, dict[str, Published]]] = {}
+    _need(isinstance(raw, dict), "published must be tables such as [published.boston]")
+    for dataset, sources in raw.items():
+        _need(isinstance(sources, dict), f"published.{dataset} must be a table of sources, got {sources!r}")
+        for source, metrics in sources.items():
+            where = f"published.{dataset}.{source}"
+            _need(isinstance(metrics, dict), f"{where} must be a table such as {{rmse = [3.01, 0.18]}}, got {metrics!r}")
+            for metric, numbers in metrics.items():
+                _need(metric in ("log_likelihood", "rmse"), f"{where}.{metric} is not known: there are log_likelihood and rmse")
+                good = isinstance(numbers, list) and len(numbers) in (1, 2) and all(isinstance(n, int | float) for n in numbers)
+                _need(good, f"{where}.{metric} must be [mean] or [mean, standard error], got {numbers!r}")
+                published.setdefault(dataset, {}).setdefault(source, {})[metric] = Published(*map(float, numbers))
+    return published
 
 
 def _candidate(label: str, table: Any) -> Candidate:
     _need(isinstance(table, dict), f"methods.{label} must be a table, got {table!r}")
     table = {key.replace("-", "_"): value for key, value in table.items()}
-    own = {key: table.pop(key) for key in MODEL_KEYS if key in table}
-    own.setdefault("method", label)
-    grid = own.pop("grid", {})
+    model = {key: table.pop(key) for key in MODEL_KEYS if key in table}
+    model.setdefault("method", label)
+    grid = model.pop("grid", {})
     _need(isinstance(grid, dict), f"methods.{label}.grid must be a table of lists, got {grid!r}")
     for key, values in grid.items():
         _need(isinstance(values, list) and bool(values), f"methods.{label}.grid.{key} must be a list of values, got {values!r}")
-    if "hidden" in own:
-        own["hidden"] = _widths(label, own["hidden"])
+    if "hidden" in model:
+        model["hidden"] = _widths(label, model["hidden"])
     values = {k.replace("-", "_"): tuple(_widths(label, v) if k == "hidden" else v for v in vs) for k, vs in grid.items()}
-    return Candidate(label, settings=table, grid=values, **own)
+    return Candidate(label, settings=table, grid=values, **model)
 
 
 def _check(candidate: Candidate) -> None:
@@ -266,10 +282,6 @@ def _check(candidate: Candidate) -> None:
             variant.build()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}") from error
-
-
-def _folder() -> Any:
-    return resources.files("plausible.apps.compare") / "presets"
 
 
 def _names(value: Any) -> tuple[str, ...]:

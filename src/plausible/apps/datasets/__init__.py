@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plausible.apps.datasets import toys
-    from plausible.apps.datasets.catalogue import CATALOGUE
-    from plausible.apps.datasets.classical import small
-    from plausible.apps.datasets.entries import Entry
+    from plausible.apps.datasets.catalogue import CATALOGUE, Entry
     from plausible.apps.datasets.images import cifar10, cifar10_hmc, fashion_mnist, mnist
     from plausible.apps.datasets.loading import available, load
     from plausible.apps.datasets.places import cache_folder, data_folder
     from plausible.apps.datasets.results import Dataset, Split, Table
-    from plausible.apps.datasets.tables import uci
+    from plausible.apps.datasets.tables import small, uci
     from plausible.apps.datasets.text import Vocabulary, encode, imdb, sst2, sst5, subj, tokenise, trec
 
 __all__ = [
@@ -47,14 +45,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "catalogue": ("CATALOGUE",),
-    "entries": ("Entry",),
+    "catalogue": ("CATALOGUE", "Entry"),
     "images": ("cifar10", "cifar10_hmc", "fashion_mnist", "mnist"),
     "loading": ("available", "load"),
     "places": ("cache_folder", "data_folder"),
     "results": ("Dataset", "Split", "Table"),
-    "classical": ("small",),
-    "tables": ("uci",),
+    "tables": ("small", "uci"),
     "text": ("Vocabulary", "encode", "imdb", "sst2", "sst5", "subj", "tokenise", "trec"),
 }
 

@@ -1,24 +1,69 @@
-"""A data set that is not here → its files in the cache, from a mirror or the public origin, checked before they appear."""
+"""A data set that is not here → its files in the cache, from a mirror or the public origin, checked before they appear.
+
+Downloads are made by pooch, into a temporary folder: a kill at any moment leaves nothing in the cache.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import hashlib
 import io
 import json
 import re
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from plausible.apps.datasets import places
+from plausible.apps.datasets.catalogue import Archive, Direct, Entry, File, Pieces
 from plausible.apps.datasets.digests import DAMAGED, problem, shortened
-from plausible.apps.datasets.download import Bar, Unavailable, fetch
-from plausible.apps.datasets.entries import Archive, Direct, Entry, File, Pieces, Unpack
 
-IN_MEMORY = 1 << 25  # larger downloads wait on the disk
+TIMEOUT = 30.0  # seconds without a byte after which a connection is given up
+RETRIES = 2
+CHUNK = 1 << 18
+
+
+class Unavailable(ConnectionError):
+    """An address did not give what it should; the message says why."""
+
+
+class Bar:
+    """A rich bar of bytes received, as pooch wants one, or nothing: `show` None means only on a terminal."""
+
+    def __init__(self, show: bool | None = None):
+        self.show = (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
+        self.label, self.total, self.done = "", 0, 0
+        self._bar: Any = None
+
+    def __enter__(self) -> Bar:
+        if self.show:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, count: int) -> None:
+        # pooch counts whole chunks, of which the last may be shorter
+        self.done = min(self.done + count, self.total) if self.total else self.done + count
+        if self._bar is not None:
+            self._bar.update(self._task, description=self.label, completed=self.done, total=self.total or None)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None:
+        """One bar serves all files of a set: it ends with the `with` block."""
 
 
 def ensure(entry: Entry, files: Iterable[File] | None = None, progress: bool | None = None, hint: str = "") -> list[Path]:
@@ -30,15 +75,14 @@ def ensure(entry: Entry, files: Iterable[File] | None = None, progress: bool | N
     absent = [file for file in wanted if places.find(file) is None]
     if absent:
         with Bar(progress) as bar:
-            reasons = obtain(absent, bar)
+            reasons = _obtain(absent, bar)
         still = [file for file in wanted if places.find(file) is None]
         if still:
-            raise FileNotFoundError(advice(entry, still, reasons, hint))
-    found = [places.find(file) for file in wanted]
-    return [place.path for place in found if place is not None]
+            raise FileNotFoundError(_advice(entry, still, reasons, hint))
+    return [place.path for place in map(places.find, wanted) if place is not None]
 
 
-def advice(entry: Entry, absent: list[File], reasons: list[str], hint: str = "") -> str:
+def _advice(entry: Entry, absent: list[File], reasons: list[str], hint: str) -> str:
     """What is missing, why it could not be had, and what to do."""
     names = ", ".join(file.path for file in absent)
     several = len(absent) > 1
@@ -52,7 +96,7 @@ def advice(entry: Entry, absent: list[File], reasons: list[str], hint: str = "")
     )
 
 
-def obtain(files: list[File], bar: Bar) -> list[str]:
+def _obtain(files: list[File], bar: Bar) -> list[str]:
     """Download what can be downloaded; returns the reasons for the rest."""
     if places.offline():
         return ["PLAUSIBLE_OFFLINE is set"]
@@ -60,22 +104,22 @@ def obtain(files: list[File], bar: Bar) -> list[str]:
     mirror = places.mirror()
     if mirror is not None:
         for file in files:
-            direct(file, (f"{mirror}/{file.path}",), bar, reasons)
+            _direct(file, (f"{mirror}/{file.path}",), bar, reasons)
     left = [file for file in files if places.find(file) is None]
     for file in left:
         if isinstance(file.source, Direct):
-            direct(file, file.source.urls, bar, reasons)
+            _direct(file, file.source.urls, bar, reasons)
         elif isinstance(file.source, Pieces):
-            assemble(file, file.source, bar, reasons)
+            _assemble(file, file.source, bar, reasons)
         elif file.source is None:
             reasons.append(f"no public origin gives {file.name} as it is used here")
     for archive in dict.fromkeys(file.source for file in left):
         if isinstance(archive, Archive):
-            unpack(archive, [file for file in left if file.source is archive], bar, reasons)
-    return reasons
+            _unpack(archive, [file for file in left if file.source is archive], bar, reasons)
+    return list(dict.fromkeys(reasons))
 
 
-def install(name: str, raw: bytes) -> None:
+def _install(name: str, raw: bytes) -> None:
     """Put checked bytes into the cache under their name, whole or not at all."""
     from plausible.core.storage import write_atomically
 
@@ -84,42 +128,80 @@ def install(name: str, raw: bytes) -> None:
     write_atomically(path, raw)
 
 
-def received(url: str, bar: Bar, label: str) -> IO[bytes]:
-    """What is at an address, in a file that nobody else sees."""
-    folder = places.cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    holder = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(folder))  # noqa: SIM115 (closed by the caller)
+@contextlib.contextmanager
+def _received(url: str, bar: Bar, label: str) -> Iterator[Path]:
+    """What is at an address, in a file that goes when the block ends; `Unavailable` where it cannot be had whole.
+
+    Timeouts, broken connections, short answers and the server's own errors are tried again after a pause; a missing file, a
+    refused connection and an unknown host are not.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise Unavailable(f"{url}: not an http or https address")
     try:
-        fetch(url, holder, bar, label)
-    except BaseException:
-        holder.close()
-        raise
-    return holder
+        import pooch
+        from requests import ConnectionError as Disconnected
+        from requests import HTTPError, RequestException
+        from urllib3.exceptions import MaxRetryError
+    except ImportError:
+        raise Unavailable("downloads need pooch: pip install 'plausible[data]'") from None
+
+    def download(address: str, target: str, store: Any) -> None:
+        try:
+            pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK, timeout=TIMEOUT)(address, target, store)
+        except HTTPError as error:
+            answer: Any = error.response
+            if answer.status_code != 429 and answer.status_code < 500:
+                raise Unavailable(f"{url}: {answer.status_code} {answer.reason}") from None
+            raise
+        except Disconnected as error:
+            # never connected at all: pooch would try again, but a refusal or an unknown host stays one
+            if error.args and isinstance(error.args[0], MaxRetryError):
+                raise Unavailable(f"{url}: {_cause(error)}") from None
+            raise
+
+    bar.label = label
+    pooch.get_logger().setLevel("WARNING")
+    with tempfile.TemporaryDirectory(prefix="plausible-") as folder:
+        store = pooch.create(folder, base_url="", registry={"file": None}, urls={"file": url}, retry_if_failed=RETRIES)
+        try:
+            path = store.fetch("file", downloader=download)
+        except RequestException as error:
+            answer: Any = error.response
+            reason = f"{answer.status_code} {answer.reason}" if isinstance(error, HTTPError) else _cause(error)
+            raise Unavailable(f"{url}: {reason}") from None
+        yield Path(path)
 
 
-def direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> None:
+def _cause(error: BaseException) -> str:
+    """The first link of a chain of errors: what requests wraps, in the system's words."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> None:
     """The first address that gives the file itself."""
     for url in urls:
         try:
-            with received(url, bar, file.name) as holder:
-                raw = holder.read()
+            with _received(url, bar, file.name) as path:
+                raw = path.read_bytes()
         except Unavailable as error:
             reasons.append(str(error))
             continue
         wrong = problem(file, file.path, raw)
         if wrong is None:
-            return install(file.path, raw)
+            return _install(file.path, raw)
         reasons.append(f"{url}: not the expected file, {wrong}")
 
 
-def assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
+def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
     """Single files → one archive, as it is in the data folder."""
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for number, (name, url) in enumerate(source.members, 1):
             try:
-                with received(url, bar, f"{file.name} ({number} of {len(source.members)})") as holder:
-                    raw = holder.read()
+                with _received(url, bar, f"{file.name} ({number} of {len(source.members)})") as path:
+                    raw = path.read_bytes()
             except Unavailable as error:
                 reasons.append(str(error))
                 return
@@ -130,24 +212,25 @@ def assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
     if wrong is not None:
         reasons.append(f"{file.name} was put together from {source.members[0][1].rpartition('/')[0]}, but {wrong}")
         return
-    install(file.path, packed.getvalue())
+    _install(file.path, packed.getvalue())
 
 
-def unpack(archive: Archive, files: list[File], bar: Bar, reasons: list[str]) -> None:
+def _unpack(archive: Archive, files: list[File], bar: Bar, reasons: list[str]) -> None:
     """One published archive → the files that are wanted of it."""
     for url in archive.urls:
         try:
-            with received(url, bar, url.rpartition("/")[2]) as holder:
+            with _received(url, bar, url.rpartition("/")[2]) as path:
+                import pooch
+
                 algorithm = archive.digest.partition(":")[0]
-                found = f"{algorithm}:{hashlib.file_digest(holder, algorithm).hexdigest()}"  # type: ignore[arg-type]
-                if found != archive.digest:
-                    reasons.append(f"{url}: it has {shortened(found)}, expected {shortened(archive.digest)}")
+                given = f"{algorithm}:{pooch.file_hash(str(path), algorithm)}"
+                if given != archive.digest:
+                    reasons.append(f"{url}: it has {shortened(given)}, expected {shortened(archive.digest)}")
                     continue
-                holder.seek(0)
-                for file, raw in contents(archive.unpack, holder, files):
+                for file, raw in _CONTENTS[archive.unpack](path, files):
                     wrong = problem(file, file.unpacked, raw)
                     if wrong is None:
-                        install(file.unpacked, raw)
+                        _install(file.unpacked, raw)
                     else:
                         reasons.append(f"{url}: {file.unpacked} is not the expected file, {wrong}")
             return
@@ -159,15 +242,10 @@ def unpack(archive: Archive, files: list[File], bar: Bar, reasons: list[str]) ->
             reasons.append(f"{url}: it cannot be unpacked: {error or type(error).__name__}")
 
 
-def contents(kind: Unpack, holder: IO[bytes], files: list[File]) -> Iterator[tuple[File, bytes]]:
-    """The wanted files as they are inside an archive."""
-    return {"cifar10": cifar10_files, "imdb": imdb_files}[kind](holder, files)
-
-
-def cifar10_files(holder: IO[bytes], files: list[File]) -> Iterator[tuple[File, bytes]]:
+def _cifar10_files(path: Path, files: list[File]) -> Iterator[tuple[File, bytes]]:
     """`cifar-10-batches-bin/NAME.bin` as they are."""
     wanted = {file.unpacked.rpartition("/")[2]: file for file in files}
-    with tarfile.open(fileobj=holder, mode="r:gz") as archive:
+    with tarfile.open(path, mode="r:gz") as archive:
         for member in archive:
             file = wanted.get(member.name.rpartition("/")[2])
             handle = archive.extractfile(member) if file is not None else None
@@ -178,10 +256,10 @@ def cifar10_files(holder: IO[bytes], files: list[File]) -> Iterator[tuple[File, 
 REVIEW = re.compile(r"aclImdb/(train|test)/(neg|pos)/(\d+)_(\d+)\.txt")
 
 
-def imdb_files(holder: IO[bytes], files: list[File]) -> Iterator[tuple[File, bytes]]:
+def _imdb_files(path: Path, files: list[File]) -> Iterator[tuple[File, bytes]]:
     """`aclImdb/PART/LABEL/ID_RATING.txt` → one line of JSON a review, by label and id."""
     reviews: dict[str, list[tuple[int, int, int, str]]] = {"train": [], "test": []}
-    with tarfile.open(fileobj=holder, mode="r:gz") as archive:
+    with tarfile.open(path, mode="r:gz") as archive:
         for member in archive:
             match = REVIEW.fullmatch(member.name.removeprefix("./"))
             handle = archive.extractfile(member) if match else None
@@ -195,3 +273,6 @@ def imdb_files(holder: IO[bytes], files: list[File]) -> Iterator[tuple[File, byt
             for label, number, rating, text in sorted(reviews[part])
         ]
         yield file, "".join(row + "\n" for row in rows).encode()
+
+
+_CONTENTS = {"cifar10": _cifar10_files, "imdb": _imdb_files}

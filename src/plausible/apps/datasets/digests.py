@@ -18,7 +18,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plausible.apps.datasets.entries import File
+from plausible.apps.datasets.catalogue import File
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,27 +86,26 @@ def text(raw: bytes) -> bytes:
 
 def members(raw: bytes) -> dict[str, bytes]:
     """The files of a `.tar.gz`, without those that nothing reads."""
-    found = {}
+    contents = {}
     with tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as archive:
         for member in archive:
             if member.isfile() and not member.name.endswith(UNUSED):
                 handle = archive.extractfile(member)
-                found[member.name] = handle.read() if handle else b""
-    return found
+                contents[member.name] = handle.read() if handle else b""
+    return contents
 
 
 def digest(raw: bytes, algorithm: str = "sha256") -> str:
-    """`algorithm:hex`."""
     return f"{algorithm}:{hashlib.new(algorithm, raw, usedforsecurity=False).hexdigest()}"
 
 
 def problem(file: File, path: str, raw: bytes) -> str | None:
     """Why these bytes, named `path`, are not the file of the catalogue; None where they are."""
-    found = hashlib.sha256(raw).hexdigest()
-    if found == file.sha256:
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if sha256 == file.sha256:
         return None
     if file.content is None:
-        return f"sha256 {found[:16]}…, expected {file.sha256[:16]}… ({len(raw):,} bytes, expected {file.size:,})"
+        return f"sha256 {sha256[:16]}…, expected {file.sha256[:16]}… ({len(raw):,} bytes, expected {file.size:,})"
     algorithm = file.content.partition(":")[0]
     try:
         content = digest(canonical(path, raw), algorithm)

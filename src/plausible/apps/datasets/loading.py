@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from plausible.apps.datasets import images, places, text, toys
-from plausible.apps.datasets.catalogue import CATALOGUE, UCI, entry
-from plausible.apps.datasets.classical import LAYOUTS, small
-from plausible.apps.datasets.tables import uci
+from plausible.apps.datasets.catalogue import CATALOGUE, entry
+from plausible.apps.datasets.tables import small, uci
 
+_HOMES: dict[str, Any] = {"images": images, "text": text, "toys": toys}
+_TABLES: dict[str, Callable[..., Any]] = {"uci": uci, "small": small}
 LOADERS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(images, name) for name in ("mnist", "fashion_mnist", "cifar10", "cifar10_hmc")},
-    **{name: getattr(text, name) for name in ("imdb", "sst2", "sst5", "trec", "subj")},
-    **{known.name: partial(uci, known.name) for known in UCI},
-    **{name: partial(small, name) for name in LAYOUTS},
-    **{known.name: getattr(toys, known.name) for known in CATALOGUE.values() if known.toy},
+    known.name: getattr(_HOMES[known.reader], known.name)
+    if known.reader in _HOMES
+    else partial(_TABLES[known.reader], known.name)
+    for known in CATALOGUE.values()
 }
 
 
@@ -28,11 +28,11 @@ def load(name: str, **options: Any) -> Any:
     `PLAUSIBLE_DATA`, then in the cache, then downloaded from their public origin and checked.
     """
     loader = LOADERS[entry(name).name]
-    known = inspect.signature(loader).parameters
-    unknown = [option for option in options if option not in known]
+    takes = inspect.signature(loader).parameters
+    unknown = [option for option in options if option not in takes]
     if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise TypeError(f"data set {name!r} has no option {unknown[0]!r}: {takes}")
+        there = ", ".join(takes) or "none"
+        raise TypeError(f"data set {name!r} has no option {unknown[0]!r}: it takes {there}")
     return loader(**options)
 
 

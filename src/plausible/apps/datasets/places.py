@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from plausible.apps.datasets.entries import Entry, File
+from plausible.apps.datasets.catalogue import Entry, File
 
 Place = Literal["data folder", "cache"]
 

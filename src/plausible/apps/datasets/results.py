@@ -168,5 +168,5 @@ class Table:
     def __repr__(self) -> str:
         counts: dict[str, Sized] = {"row": self.x, "input": self.features, "target": self.targets}
         counts |= {"split": self.splits, "gap split": self.gap_splits}
-        words = (f"{len(what)} {name}{'s' * (len(what) != 1)}" for name, what in counts.items())
+        words = (f"{len(what)} {name}{'' if len(what) == 1 else 's'}" for name, what in counts.items())
         return f"Table({self.name!r}, {', '.join(words)})"

@@ -1,33 +1,24 @@
-"""The nine UCI regression sets with their splits."""
+"""Tables: the nine UCI regression sets with their splits, and small classical sets."""
 
 from __future__ import annotations
 
+import csv
+import datetime
+import io
+import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plausible.apps.datasets.acquire import ensure
-from plausible.apps.datasets.catalogue import UCI, entry
+from plausible.apps.datasets.catalogue import CATALOGUE, UCI, Entry, entry
 from plausible.apps.datasets.digests import DAMAGED, damaged, members, numbers
 from plausible.apps.datasets.results import Table
 
-COLUMNS = {
-    "boston": "CRIM ZN INDUS CHAS NOX RM AGE DIS RAD TAX PTRATIO B LSTAT MEDV",
-    "concrete": "cement slag fly_ash water superplasticiser coarse_aggregate fine_aggregate age strength",
-    "energy": "compactness surface_area wall_area roof_area height orientation glazing_area glazing_distribution heating_load",
-    "kin8nm": "theta1 theta2 theta3 theta4 theta5 theta6 theta7 theta8 distance",
-    "naval": "lever speed shaft_torque turbine_rate generator_rate starboard_torque port_torque turbine_exit_temperature "
-    "compressor_inlet_temperature compressor_outlet_temperature turbine_exit_pressure compressor_inlet_pressure "
-    "compressor_outlet_pressure exhaust_pressure injection_control fuel_flow compressor_decay",
-    "power": "temperature vacuum pressure humidity output",
-    "protein": "F1 F2 F3 F4 F5 F6 F7 F8 F9 RMSD",
-    "wine": "fixed_acidity volatile_acidity citric_acid residual_sugar chlorides free_sulfur_dioxide total_sulfur_dioxide "
-    "density pH sulphates alcohol quality",
-    "yacht": "buoyancy prismatic length_displacement beam_draught length_beam froude resistance",
-}
-"""Names of the inputs and, last, of the target."""
+SMALL = tuple(known.name for known in CATALOGUE.values() if known.reader == "small")
 
 
 def uci(name: str, dtype: torch.dtype = torch.float32) -> Table:
@@ -43,49 +34,101 @@ def uci(name: str, dtype: torch.dtype = torch.float32) -> Table:
     """
     known = entry(name)
     if known not in UCI:
-        raise ValueError(f"{name!r} is not one of the UCI sets {', '.join(COLUMNS)}; see plausible.datasets.load")
+        there = ", ".join(each.name for each in UCI)
+        raise ValueError(f"{name!r} is not one of the UCI sets {there}; see plausible.datasets.load")
     (path,) = ensure(known)
     try:
-        return read(path, known.name, dtype)
+        return _read_uci(path, known, dtype)
     except DAMAGED as error:
         raise damaged(path, known.name, error) from None
 
 
-def read(path: Path, name: str, dtype: torch.dtype) -> Table:
+def _read_uci(path: Path, known: Entry, dtype: torch.dtype) -> Table:
     """An archive of text files → a table; anything inconsistent in it is an error."""
     files = {member.partition("/")[2]: raw for member, raw in members(path.read_bytes()).items()}
-    values = numbers(files["data/data.txt"], entry(name).count)
-    inputs, target = whole(files["data/index_features.txt"]), whole(files["data/index_target.txt"])
-    *features, aim = COLUMNS[name].split()
-    if len(inputs) != len(features) or len(target) != 1:
-        raise ValueError(f"{len(inputs)} inputs and {len(target)} targets, expected {len(features)} and 1")
+    values = numbers(files["data/data.txt"], known.count)
+    inputs, target = _whole(files["data/index_features.txt"]), _whole(files["data/index_target.txt"])
+    if len(inputs) != len(known.features) or len(target) != 1:
+        raise ValueError(f"{len(inputs)} inputs and {len(target)} targets, expected {len(known.features)} and 1")
     return Table(
-        name,
+        known.name,
         torch.from_numpy(values[:, inputs]).to(dtype),
         torch.from_numpy(values[:, target]).to(dtype),
-        tuple(features),
-        (aim,),
-        splits(files, "data", len(values)),
-        splits(files, "gap", len(values)),
-        hidden=100 if name == "protein" else 50,
+        known.features,
+        known.targets,
+        _splits(files, "data", len(values)),
+        _splits(files, "gap", len(values)),
+        known.hidden,
     )
 
 
-def whole(raw: bytes) -> np.ndarray:
+def _whole(raw: bytes) -> np.ndarray:
     """Numbers separated by blanks or lines, all of them whole → int64."""
     values = numbers(raw, 1)[0]
-    found = values.astype(np.int64)
-    if (found != values).any():
+    rounded = values.astype(np.int64)
+    if (rounded != values).any():
         raise ValueError("an index is not a whole number")
-    return found
+    return rounded
 
 
-def splits(files: dict[str, bytes], folder: str, rows: int) -> tuple[tuple[Tensor, Tensor], ...]:
+def _splits(files: dict[str, bytes], folder: str, rows: int) -> tuple[tuple[Tensor, Tensor], ...]:
     """`index_train_K.txt` and `index_test_K.txt` for K = 0, 1, … → row numbers in the order of the files."""
-    found: list[tuple[Tensor, Tensor]] = []
-    while f"{folder}/index_train_{len(found)}.txt" in files:
-        pair = tuple(whole(files[f"{folder}/index_{part}_{len(found)}.txt"]) for part in ("train", "test"))
-        if not np.array_equal(np.sort(np.concatenate(pair)), np.arange(rows)):
-            raise ValueError(f"split {len(found)} of {folder} does not use every row once")
-        found.append((torch.from_numpy(pair[0]), torch.from_numpy(pair[1])))
-    return tuple(found)
+    splits: list[tuple[Tensor, Tensor]] = []
+    while f"{folder}/index_train_{len(splits)}.txt" in files:
+        train, test = (_whole(files[f"{folder}/index_{part}_{len(splits)}.txt"]) for part in ("train", "test"))
+        if not np.array_equal(np.sort(np.concatenate([train, test])), np.arange(rows)):
+            raise ValueError(f"split {len(splits)} of {folder} does not use every row once")
+        splits.append((torch.from_numpy(train), torch.from_numpy(test)))
+    return tuple(splits)
+
+
+def small(name: str, missing: Literal["drop", "keep"] = "drop", dtype: torch.dtype = torch.float32) -> Table:
+    """One of the small classical sets (`plausible data list` shows them) as a table.
+
+    x `[N, inputs]`; y `[N, targets]`, or int64 labels `[N]`. Where the literature trains on the first rows, `split(0)` does.
+    Rows with missing values (airquality, co2_weekly) are left out, or kept as NaN. Names of cars are left out. Dates
+    are years with a fraction. `galaxies` is a density problem: its values are `y`, and `x` has no columns.
+    """
+    known = entry(name)
+    if known.reader != "small":
+        raise ValueError(f"{name!r} is not one of the small sets {', '.join(SMALL)}; see plausible.datasets.load")
+    if missing not in ("drop", "keep"):
+        raise ValueError(f"missing must be 'drop' or 'keep', got {missing!r}")
+    features, targets = known.features, known.targets
+    paths = ensure(known)
+    # a set of two files has its inputs in the first and its targets in the second
+    layout = [features + targets] if len(paths) == 1 else [features, targets]
+    columns: list[np.ndarray] = []
+    for path, names in zip(paths, layout):
+        try:
+            part = _read_csv(path, names) if path.suffix == ".csv" else list(numbers(path.read_bytes(), known.count).T)
+            if len(part) != len(names) or len(part[0]) != known.count:
+                raise ValueError(f"{len(part[0])} rows of {len(part)} columns, expected {known.count} of {len(names)}")
+        except DAMAGED as error:
+            raise damaged(path, known.name, error) from None
+        columns += part
+    values = np.stack(columns, axis=1)
+    if missing == "drop":
+        values = values[~np.isnan(values).any(1)]
+    x = torch.from_numpy(values[:, : len(features)]).to(dtype)
+    y = torch.from_numpy(values[:, len(features) :]).to(dtype)
+    rows = torch.arange(len(values))
+    splits = () if known.train is None else ((rows[: known.train], rows[known.train :]),)
+    return Table(known.name, x, y[:, 0].long() if known.labels else y, features, targets, splits)
+
+
+def _read_csv(path: Path, names: tuple[str, ...]) -> list[np.ndarray]:
+    """Columns of a table with a header as float64; empty cells and NA are NaN, dates are years."""
+    rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
+    return [np.array([_date(row[name]) if name == "date" else _number(row[name]) for row in rows]) for name in names]
+
+
+def _number(cell: str) -> float:
+    return math.nan if cell in ("", "NA") else float(cell)
+
+
+def _date(cell: str) -> float:
+    """YYYYMMDD → the year with its fraction."""
+    day = datetime.datetime.strptime(cell, "%Y%m%d")
+    start, end = datetime.datetime(day.year, 1, 1), datetime.datetime(day.year + 1, 1, 1)
+    return day.year + (day - start) / (end - start)

@@ -5,13 +5,12 @@ those of the current matplotlib style. Needs the extra `plot`.
 """
 
 from plausible.apps.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.apps.plots.comparing import evidence, sweep
 from plausible.apps.plots.convergence import autocorrelation, energy, rank, trace
 from plausible.apps.plots.examples import example_images, example_rows
-from plausible.apps.plots.models import evidence
 from plausible.apps.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
 from plausible.apps.plots.regression import predictions, predictive_band
 from plausible.apps.plots.selection import ood_histogram, risk_coverage
-from plausible.apps.plots.sweeping import sweep
 from plausible.apps.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
 
 __all__ = [

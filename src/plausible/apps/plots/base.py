@@ -1,7 +1,9 @@
-"""What all plots share: axes to draw on, chains to draw, and one output to look at."""
+"""What all plots share: figures and axes to draw on, chains to draw, and one output to look at."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def axes_of(ax: Any) -> Axes:
@@ -26,6 +29,28 @@ def axes_of(ax: Any) -> Axes:
     if not hasattr(ax, "plot") or not hasattr(ax, "set_xlabel"):
         raise TypeError(f"ax must be a matplotlib Axes, got {type(ax).__name__}")
     return ax
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 4.2), **options: Any) -> tuple[Figure, Any]:
+    """A figure that belongs to no window, and its axes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"figures need matplotlib ({error}): pip install 'plausible[plot]'") from error
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def save_figure(figure: Figure, path: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write the figure as PNG and SVG, the same bytes each time."""
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_name(f"{path.name}.{kind}") for kind in kinds]
+    with matplotlib.rc_context({"svg.hashsalt": path.name}):
+        for file in files:
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    return files
 
 
 def diagonal(ax: Axes, label: str) -> None:

@@ -23,14 +23,14 @@ def reliability(
 
     Arguments as in `metrics.reliability`; points below the diagonal are overconfident. The calibration error is in the legend.
     """
-    found = metrics.reliability(predictive, y, bins, binning, mask=mask)
-    filled = (found.counts > 0).numpy()
-    said, share, counts = (part.numpy()[filled] for part in found)
+    points = metrics.reliability(predictive, y, bins, binning, mask=mask)
+    filled = (points.counts > 0).numpy()
+    said, share, counts = (part.numpy()[filled] for part in points)
     low, high = np.array([wilson(float(s), int(n)) for s, n in zip(share, counts)]).T
     error = metrics.ece(predictive, y, bins, binning, mask=mask)
     ax = axes_of(ax)
     diagonal(ax, "as stated")
-    ax.vlines(said, low, high, color="C0", alpha=0.4, linewidth=2)
+    ax.vlines(said, low, high, color="C0", alpha=0.4, linewidth=2, label="90 % interval")
     ax.plot(said, share, "o", color="C0", label=f"ECE {error:.3f}")
     ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="stated probability of the answer", ylabel="share right")
     ax.legend()
@@ -42,12 +42,14 @@ def pit_histogram(predictive: Any, y: Any, bins: int = 10, *, seed: int = 0, mas
 
     A ∪ shape is overconfident, a ∩ shape underconfident, a slope biased (Gneiting et al. 2007). Arguments as in `metrics.pit`.
     """
-    values = _observed_pit(predictive, y, seed, mask)
-    low, high = (bound / len(values) * bins for bound in count_range(len(values), 1 / metrics.inputs.whole("bins", bins, 2)))
-    ax = axes_of(ax)
+    return draw_pit(axes_of(ax), _observed_pit(predictive, y, seed, mask), metrics.inputs.whole("bins", bins, 2))
+
+
+def draw_pit(ax: Axes, values: np.ndarray, bins: int) -> Axes:
+    low, high = (bound / len(values) * bins for bound in count_range(len(values), 1 / bins))
     ax.axhspan(low, high, color="0.5", alpha=0.25, linewidth=0, label="99 % range of chance")
-    ax.hist(values, bins=bins, range=(0, 1), density=True, color="C0", alpha=0.6, edgecolor="C0")
-    ax.axhline(1, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    ax.hist(values, bins=bins, range=(0, 1), density=True, color="C0", alpha=0.6, edgecolor="C0", label="held out")
+    ax.axhline(1, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="calibrated")
     ax.set(xlim=(0, 1), xlabel="F(y)", ylabel="density")
     ax.legend()
     return ax
@@ -62,14 +64,17 @@ def quantile_calibration(
     """
     q = quantile_levels(levels).numpy()
     error = metrics.quantile_calibration(predictive, y, levels, seed=seed, mask=mask)
-    values = np.sort(_observed_pit(predictive, y, seed, mask))
-    low, high = np.array([count_range(len(values), float(level)) for level in q]).T / len(values)
-    ax = axes_of(ax)
-    ax.fill_between(q, low, high, color="0.5", alpha=0.25, linewidth=0, label="99 % range of chance")
+    return draw_quantiles(axes_of(ax), _observed_pit(predictive, y, seed, mask), q, f"error {error:.3f}")
+
+
+def draw_quantiles(ax: Axes, values: np.ndarray, levels: np.ndarray, label: str) -> Axes:
+    # of no or all targets chance says nothing, so the ends of [0, 1] have ranges without width
+    ranges = [(level * len(values),) * 2 if level in (0, 1) else count_range(len(values), float(level)) for level in levels]
+    low, high = np.array(ranges).T / len(values)
+    ax.fill_between(levels, low, high, color="0.5", alpha=0.25, linewidth=0, label="99 % range of chance")
     diagonal(ax, "calibrated")
-    ax.plot(
-        q, np.searchsorted(values, q, side="right") / len(values), "o-", color="C0", markersize=3, label=f"error {error:.3f}"
-    )
+    shares = np.searchsorted(np.sort(values), levels, side="right") / len(values)
+    ax.plot(levels, shares, "o-", color="C0", markersize=3, label=label)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted quantile", ylabel="share of targets below")
     ax.legend()
     return ax

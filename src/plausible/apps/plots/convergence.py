@@ -113,17 +113,30 @@ def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
         values, change = named_chains(draws)[0][:, :, 0], None
     if values.shape[1] < 4:
         raise ValueError(f"draws has {values.shape[1]} energies in each chain; at least 4 are needed")
+    ax = draw_energies(axes_of(ax), values, None if change is None else change.double().numpy(), bins)
+    for number, value in enumerate(diagnostics.ebfmi(torch.from_numpy(values), change).tolist()[:CHAINS], start=1):
+        ax.plot([], [], " ", label=f"E-BFMI of chain {number}: {value:.2f}{' (low)' if value < 0.3 else ''}")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def draw_energies(ax: Axes, values: np.ndarray, change: np.ndarray | None, bins: int = 40) -> Axes:
     around = (values - values.mean(1, keepdims=True)).ravel()
-    changes = (np.diff(values, axis=1) if change is None else change.double().numpy()).ravel()
+    changes = (np.diff(values, axis=1) if change is None else change).ravel()
     ends = float(np.quantile(np.abs(np.concatenate([around, changes])), 0.998)) or 1.0
-    ax = axes_of(ax)
     for part, name in ((around, "E − its mean"), (changes, "change in a transition")):
         ax.hist(part, bins, range=(-ends, ends), density=True, histtype="stepfilled", alpha=0.5, label=name)
-    found = diagnostics.ebfmi(torch.from_numpy(values), change).tolist()
-    for number, value in enumerate(found[:CHAINS], start=1):
-        ax.plot([], [], " ", label=f"E-BFMI of chain {number}: {value:.2f}{' (low)' if value < 0.3 else ''}")
     ax.set(xlabel="energy (nats)", ylabel="density", xlim=(-ends, ends))
-    ax.legend(fontsize=8)
+    return ax
+
+
+def draw_convergence(ax: Axes, rhat: np.ndarray, ess: np.ndarray) -> Axes:
+    """R̂ against the effective draws of each quantity."""
+    top = max(1.06, float(rhat.max()))
+    ax.axhline(1.01, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="1.01")
+    ax.plot(ess, rhat, "o", markersize=4, label="function values")
+    ax.set(xlim=(0, 1.05 * float(ess.max())), ylim=(0.99, top + 0.04 * (top - 0.99)), xlabel="effective draws", ylabel="R̂")
+    ax.legend()
     return ax
 
 

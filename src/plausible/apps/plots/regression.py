@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,14 +27,28 @@ def predictive_band(
     order = np.argsort(grid, kind="stable")
     levels = [column("predictive", level, output)[order] for level in predictive.quantile([0.05, 0.25, 0.75, 0.95])]
     grid, mean = grid[order], column("predictive", predictive.mean, output)[order]
-    ax = axes_of(ax)
+    ax = draw_band(axes_of(ax), grid, levels, mean)
+    if data is not None:
+        ax.plot(column("data x", data[0], 0), column("data y", data[1], output), "o", color="C1", markersize=3, label="data")
+    ax.set(xlabel="x", ylabel="y")
+    ax.legend()
+    return ax
+
+
+def draw_band(ax: Axes, grid: np.ndarray, levels: Sequence[np.ndarray] | np.ndarray, mean: np.ndarray) -> Axes:
+    """`levels`: the quantiles 5, 25, 75 and 95 % over the grid."""
     ax.fill_between(grid, levels[0], levels[3], color="C0", alpha=0.2, linewidth=0, label="90 %")
     ax.fill_between(grid, levels[1], levels[2], color="C0", alpha=0.35, linewidth=0, label="50 %")
     ax.plot(grid, mean, color="C0", label="mean")
-    if data is not None:
-        ax.plot(column("data x", data[0], 0), column("data y", data[1], output), "o", color="C1", markersize=3, label="data")
-    ax.set(xlim=(grid[0], grid[-1]) if grid[0] < grid[-1] else None, xlabel="x", ylabel="y")
-    ax.legend()
+    ax.set(xlim=(grid[0], grid[-1]) if grid[0] < grid[-1] else None)
+    return ax
+
+
+def draw_uncertainties(ax: Axes, grid: np.ndarray, epistemic: np.ndarray, aleatoric: np.ndarray) -> Axes:
+    """Standard deviations of disagreement and of noise over one input."""
+    ax.plot(grid, epistemic, color="C1", label="epistemic")
+    ax.plot(grid, aleatoric, color="C0", label="noise (aleatoric)")
+    ax.set(ylim=(0, 1.08 * float(max(epistemic.max(), aleatoric.max())) or 1.0))
     return ax
 
 
@@ -44,7 +59,10 @@ def predictions(predictive: Predictive, y: Any, level: float = 0.9, *, output: i
     mean = column("predictive", predictive.mean, output)
     if len(truth) != len(mean):
         raise ValueError(f"y has {len(truth)} targets, predictive has {len(mean)}")
-    ax = axes_of(ax)
+    return draw_predictions(axes_of(ax), truth, mean, low, high, level)
+
+
+def draw_predictions(ax: Axes, truth: np.ndarray, mean: np.ndarray, low: np.ndarray, high: np.ndarray, level: float) -> Axes:
     outside = (truth < low) | (truth > high)
     ends = [min(truth.min(), mean.min()), max(truth.max(), mean.max())]
     ax.plot(ends, ends, color="0.5", linestyle=(0, (4, 3)), linewidth=1)

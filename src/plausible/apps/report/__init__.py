@@ -25,14 +25,14 @@ def write(run: str | Path, out: str | Path | None = None) -> Path:
     replaced, as it is derived from the run. ValueError for a folder that is not a run, a damaged file, or a place that
     cannot be written.
     """
-    from plausible.apps.report.runs import evidence_of
+    from plausible.apps.report.runs import findings_of
     from plausible.apps.report.sections import page
 
     folder = Path(run)
     path = folder / FILE if out is None else Path(out)
     if path.is_dir():
         raise ValueError(f"out={str(path)!r} is a folder; name a file, such as {str(path / FILE)!r}")
-    return _put(path, page(evidence_of(folder)))
+    return _put(path, page(findings_of(folder)))
 
 
 def html(
@@ -53,15 +53,15 @@ def html(
     there are several targets. mask: boolean, shaped like y, True where a target was observed. images: pictures of the inputs,
     [N, H, W], [N, 3, H, W] or [N, H, W, 3]; True where `x` itself is that. An `x` of one column gets predictive bands.
     """
-    from plausible.apps.report.direct import evidence_of_data, pictures
+    from plausible.apps.report.direct import findings_of_data, pictures
     from plausible.apps.report.sections import page
     from plausible.core.data import num_rows
 
-    evidence = evidence_of_data(posterior, x, y, title=title, names=names, classes=classes, mask=mask)
+    findings = findings_of_data(posterior, x, y, title=title, names=names, classes=classes, mask=mask)
     if images is None or images is False:
-        text = page(evidence)
+        text = page(findings)
     else:
-        text = page(evidence, pictures(evidence, x if images is True else images, num_rows(posterior.inputs(x))))
+        text = page(findings, pictures(findings, x if images is True else images, num_rows(posterior.inputs(x))))
     if out is not None:
         _put(Path(out), text)
     return text

@@ -1,4 +1,4 @@
-"""A posterior and held-out data → `Evidence`: everything that needs the network is computed here, once."""
+"""A posterior and held-out data → `Findings`: everything that needs the network is computed here, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import plausible
 from plausible.analysis import metrics
-from plausible.apps.report.stored import NUMBERS, QUANTILES, Evidence, Output
+from plausible.apps.report.findings import NUMBERS, QUANTILES, Findings, Output
 from plausible.blocks.chains import convergence
 from plausible.core.data import num_rows, take
 from plausible.core.serialise import Opaque
@@ -59,7 +59,7 @@ def collect(
     facts: Mapping[str, str] | None = None,
     data: Sequence[tuple[str, str, str]] = (),
     notes: Sequence[str] = (),
-) -> Evidence:
+) -> Findings:
     """Predict held-out inputs `x` and keep what a report needs to know about them.
 
     y: targets as the restored predictive has them; x and y None: nothing was held out.
@@ -89,7 +89,7 @@ def collect(
             outputs = tuple(_with_bands(outputs, restore(posterior.predict(axis.inputs)), axis))
     traced = x if traced is None else traced
     diagnostics, traces = _followed(posterior, traced)
-    return Evidence(
+    return Findings(
         title=title or f"{method.partition('(')[0]} posterior",
         facts=_in_order({**_facts(posterior, method), **(facts or {})}),
         data=tuple(data),

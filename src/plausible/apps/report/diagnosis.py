@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plausible.apps.report.stored import Evidence
+from plausible.apps.report.findings import Findings
 from plausible.apps.report.verdicts import COLLAPSED, Verdict
 from plausible.apps.report.words import percent
 from plausible.posteriors.verdicts import judged
@@ -14,23 +14,23 @@ from plausible.posteriors.verdicts import judged
 KL_SHARE = 0.9
 
 
-def diagnosis(evidence: Evidence) -> list[Verdict]:
+def diagnosis(findings: Findings) -> list[Verdict]:
     """Everything worth saying about the fit, the worst first."""
-    found = [*chains(evidence), *collapse(evidence), *kl(evidence), *unfinished(evidence), *interrupted(evidence)]
+    found = [*chains(findings), *collapse(findings), *kl(findings), *unfinished(findings), *interrupted(findings)]
     order = {"bad": 0, "unclear": 1, "plain": 2, "good": 3}
     return sorted(found, key=lambda verdict: order[verdict.tone])
 
 
-def chains(evidence: Evidence) -> list[Verdict]:
+def chains(findings: Findings) -> list[Verdict]:
     """R̂ and effective sample sizes of function values, and what the transitions of the chains say."""
-    known = evidence.diagnostics
+    known = findings.diagnostics
     return judged(known, {"rhat": known["rhat_weights"]} if known.get("rhat_weights") is not None else None)
 
 
-def epistemic_share(evidence: Evidence) -> float | None:
+def epistemic_share(findings: Findings) -> float | None:
     """The largest, over targets, of the median share of uncertainty that is disagreement of draws."""
     shares = []
-    for output in evidence.outputs:
+    for output in findings.outputs:
         if output.arrays and output.numeric:
             total = output.arrays["epistemic"] + output.arrays["aleatoric"]
             shares.append(float(np.median(output.arrays["epistemic"] / np.maximum(total, 1e-300))))
@@ -39,9 +39,9 @@ def epistemic_share(evidence: Evidence) -> float | None:
     return max(shares) if shares else None
 
 
-def collapse(evidence: Evidence) -> list[Verdict]:
+def collapse(findings: Findings) -> list[Verdict]:
     """No epistemic uncertainty: by design with one draw, an alarm with more."""
-    if evidence.draws == 1:
+    if findings.draws == 1:
         return [
             Verdict(
                 "plain",
@@ -51,15 +51,15 @@ def collapse(evidence: Evidence) -> list[Verdict]:
                 "Where that matters use an ensemble or a sampler: --method ensemble.",
             )
         ]
-    share = epistemic_share(evidence)
+    share = epistemic_share(findings)
     if share is None:
         return []
-    what = "of the variance" if evidence.outputs[0].numeric else "of the entropy"
+    what = "of the variance" if findings.outputs[0].numeric else "of the entropy"
     if share < COLLAPSED:
         return [
             Verdict(
                 "bad",
-                f"The posterior has collapsed: {evidence.draws} draws disagree on {percent(share, 2)} {what}.",
+                f"The posterior has collapsed: {findings.draws} draws disagree on {percent(share, 2)} {what}.",
                 "They are copies of one another in all but name; epistemic uncertainty is missing, not small.",
                 "For an ensemble use init=fresh and minibatches; for a sampler raise the step size, the temperature (1) or the "
                 "number of steps; for variational methods train longer or start with a larger scale.",
@@ -68,9 +68,9 @@ def collapse(evidence: Evidence) -> list[Verdict]:
     return [Verdict("plain", f"Disagreement of draws (epistemic) is {percent(share)} {what}; the rest is noise.")]
 
 
-def kl(evidence: Evidence) -> list[Verdict]:
+def kl(findings: Findings) -> list[Verdict]:
     """The share of the KL term in a variational objective at the end of training."""
-    terms = {name.lower(): values for name, values in evidence.history.items() if values}
+    terms = {name.lower(): values for name, values in findings.history.items() if values}
     name = next((name for name in terms if name == "kl" or name.endswith("_kl") or name.startswith("kl_")), None)
     fit = next((terms[n] for n in ("expected_log_likelihood", "log_likelihood", "nll") if n in terms), None)
     if name is None or fit is None or not abs(terms[name][-1]) + abs(fit[-1]):
@@ -89,12 +89,12 @@ def kl(evidence: Evidence) -> list[Verdict]:
     ]
 
 
-def unfinished(evidence: Evidence, least: int = 10, rise: float = 0.05) -> list[Verdict]:
+def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[Verdict]:
     """Whether the objective still rose at the end: the last fifth of the epochs against the fifth before."""
-    name = next((n for n in ("elbo", "log_joint", "log_likelihood") if evidence.history.get(n)), None)
-    if name is None or len(evidence.history[name]) < least:
+    name = next((n for n in ("elbo", "log_joint", "log_likelihood") if findings.history.get(n)), None)
+    if name is None or len(findings.history[name]) < least:
         return []
-    values = np.asarray(evidence.history[name], dtype=np.float64)
+    values = np.asarray(findings.history[name], dtype=np.float64)
     fifth = len(values) // 5
     last, before, first = values[-fifth:], values[-2 * fifth : -fifth], values[:fifth]
     gained, total = float(np.median(last) - np.median(before)), float(np.median(last) - np.median(first))
@@ -111,9 +111,9 @@ def unfinished(evidence: Evidence, least: int = 10, rise: float = 0.05) -> list[
     ]
 
 
-def interrupted(evidence: Evidence) -> list[Verdict]:
+def interrupted(findings: Findings) -> list[Verdict]:
     """A run that was cut off."""
-    cut = "interrupted" in evidence.facts
+    cut = "interrupted" in findings.facts
     return [Verdict("bad", "The fit was stopped before its planned end.", "", "Resume it.")] if cut else []
 
 

@@ -1,4 +1,4 @@
-"""Evidence from a posterior and held-out data in memory, for `plausible.report.html`."""
+"""Findings from a posterior and held-out data in memory, for `plausible.report.html`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from plausible.apps.report.collecting import EXAMPLES, Axis, collect
-from plausible.apps.report.stored import Evidence
+from plausible.apps.report.findings import Findings
 from plausible.posteriors.base import Posterior
 
 GRID = 200
 
 
-def evidence_of_data(
+def findings_of_data(
     posterior: Posterior,
     x: Any,
     y: Any,
@@ -25,7 +25,7 @@ def evidence_of_data(
     names: Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
     mask: Any = None,
-) -> Evidence:
+) -> Findings:
     """`collect` with what can be read off the arrays: a band for a single input, cells for up to eight of them."""
     if not isinstance(posterior, Posterior):
         raise TypeError(f"posterior must be a Posterior, as fit returns it, got {type(posterior).__name__}")
@@ -70,7 +70,7 @@ def _named(posterior: Posterior, names: Sequence[str] | None) -> list[str] | Non
     shape = model.likelihood.target_shape((1, *model.output_shape))[1:]
     wanted = shape[-1] if shape and model.likelihood.kind != "classes" else 1
     if len(names) != wanted:
-        raise ValueError(f"names must hold {wanted} name{'s' * (wanted > 1)}, one per target, got {list(names)!r}")
+        raise ValueError(f"names must hold {wanted} name{'s' if wanted > 1 else ''}, one per target, got {list(names)!r}")
     return [str(name) for name in names]
 
 
@@ -89,11 +89,11 @@ def as_pictures(images: Any, count: int) -> np.ndarray:
     return ((values - low) / ((high - low) or 1.0)).numpy()
 
 
-def pictures(evidence: Evidence, images: Any, count: int) -> dict[int, np.ndarray]:
+def pictures(findings: Findings, images: Any, count: int) -> dict[int, np.ndarray]:
     """The pictures of those of `count` inputs that are shown as examples: row → [H, W] or [H, W, 3]."""
     scaled = as_pictures(images, count)
     found: dict[int, np.ndarray] = {}
-    for output in evidence.outputs:
+    for output in findings.outputs:
         order = output.ordered
         for index in (*order[:EXAMPLES], *order[::-1][:EXAMPLES]):
             row = int(output.arrays["rows"][index])

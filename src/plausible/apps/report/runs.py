@@ -1,4 +1,4 @@
-"""Evidence of a run of the command line: collected by the fit, read back for the report.
+"""Findings of a run of the command line: collected by the fit, read back for the report.
 
 What older runs did not store is said on the page, not guessed.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plausible.apps.report.stored import RECORD, Evidence, Output
+from plausible.apps.report.findings import RECORD, Findings, Output
 from plausible.apps.report.words import number
 from plausible.apps.tables import Numeric, listed
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 GRID, BEYOND = 200, 0.15  # points of a predictive band, and how far it goes beyond the training rows
 
 
-def evidence_of(folder: Path) -> Evidence:
+def findings_of(folder: Path) -> Findings:
     """What the fit stored; for runs that have no such file, what `run.json`, `metrics.json` and the posterior say."""
     from plausible.apps.cli import runs
 
     record = runs.read_record(folder)
     if (folder / RECORD).is_file():
-        return Evidence.read(folder)
+        return Findings.read(folder)
     return _older(folder, record)
 
 
 def from_fit(
     record: Record, posterior: Posterior, data: Prepared, predictive: Predictive | None, scores: Mapping[str, Any] | None
-) -> Evidence:
+) -> Findings:
     """Keep the predictions of the held-out rows of a fit (None: there are none), follow its chains, and describe it."""
     import torch
 
@@ -83,7 +83,7 @@ def from_fit(
     )
 
 
-def described(record: Record, data: Prepared | None = None) -> Evidence:
+def described(record: Record, data: Prepared | None = None) -> Findings:
     """What `run.json` says, in words; with the rows of the fit, also how the classes of targets are spread."""
     target, settings = record.target, record.settings
     layers = "-".join(map(str, (len(record.preprocessor.features), *record.hidden, target.outputs)))
@@ -111,7 +111,7 @@ def described(record: Record, data: Prepared | None = None) -> Evidence:
         rows.append((column.name, "input", words))
     notes = tuple(data.notes) if data is not None else record.preprocessor.notes
     source = f", {settings['data']}" if "data" in settings else ""
-    return Evidence(f"{', '.join(target.names)} by {record.method}{source}", facts, tuple(rows), tuple(dict.fromkeys(notes)))
+    return Findings(f"{', '.join(target.names)} by {record.method}{source}", facts, tuple(rows), tuple(dict.fromkeys(notes)))
 
 
 def _target_words(record: Record, index: int, data: Prepared | None) -> str:
@@ -130,28 +130,28 @@ def _target_words(record: Record, index: int, data: Prepared | None) -> str:
     return f"counts from {number(values.min())} to {number(values.max())}, mean {number(values.mean())}"
 
 
-def _older(folder: Path, record: Record) -> Evidence:
+def _older(folder: Path, record: Record) -> Findings:
     """Scores and history of a run without stored predictions."""
     from plausible.core.storage import read_json
 
     run = read_json(folder / "posterior" / "posterior.json").get("run", {})
-    evidence = described(record)
-    facts = dict(evidence.facts)
+    findings = described(record)
+    facts = dict(findings.facts)
     if "seconds" in run:
         facts["time"] = f"{run.get('steps', 0):,} steps in {float(run['seconds']):.3g} s"
     history = {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}
-    evidence = replace(evidence, facts=facts | {"versions": f"plausible {record.version}"}, history=history)
+    findings = replace(findings, facts=facts | {"versions": f"plausible {record.version}"}, history=history)
     path = folder / "metrics.json"
     kind = record.target.make_likelihood().kind
     if not path.is_file():  # rows that were held out and whose scores are lost are outputs of which nothing is known
         lost = record.target.names if record.rows.get("heldout") else ()
-        return replace(evidence, outputs=tuple(Output(name, kind) for name in lost))
+        return replace(findings, outputs=tuple(Output(name, kind) for name in lost))
     metrics = read_json(path)
     try:
         outputs = tuple(
             Output(str(name), kind, metrics={str(key): float(value) for key, value in values.items()})
             for name, values in metrics["targets"].items()
         )
-        return replace(evidence, outputs=outputs, log_likelihood=float(metrics["log_likelihood"]))
+        return replace(findings, outputs=outputs, log_likelihood=float(metrics["log_likelihood"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from plausible.analysis import metrics
+from plausible.apps.report.findings import Output
 from plausible.apps.report.statistics import (
     Test,
     association,
@@ -23,7 +24,6 @@ from plausible.apps.report.statistics import (
     spread,
     uniform,
 )
-from plausible.apps.report.stored import Output
 from plausible.core.words import number, percent, plural
 from plausible.posteriors.verdicts import Verdict as Verdict
 

@@ -1,7 +1,7 @@
 """Many settings as one program: `sweep` stacks those that share shapes on a leading axis and trains them together.
 
 `grid.py` the settings and which of them can be stacked, `stacked.py` the step over all of them, `running.py` `sweep` and what it
-gives, `plans.py` sweeps from TOML files and presets, for the command line.
+gives, `files.py` sweeps from TOML files, for the command line.
 """
 
 from plausible.apps.sweep.grid import Grid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from plausible.engine.method import Method
 Settings = dict[str, Any]
 
 
-class Target(NamedTuple):
+class Recipe(NamedTuple):
     """What settings apply to."""
 
     method: Method
@@ -49,27 +50,25 @@ class Grid:
                 raise ValueError(f"grid: {name!r} must have a list of values, got {values!r}")
 
     def __len__(self) -> int:
-        count = 1
-        for values in self.values.values():
-            count *= len(values)
-        return count
+        return math.prod(map(len, self.values.values()))
 
     def __iter__(self) -> Iterator[Settings]:
         for values in itertools.product(*self.values.values()):
             yield dict(zip(self.values, values))
 
-    def groups(self, base: Target) -> list[list[Settings]]:
+    def groups(self, base: Recipe) -> list[list[Settings]]:
         """The combinations, those that can be stacked together in one list; every setting is checked."""
-        found: dict[str, list[Settings]] = {}
+        groups: dict[str, list[Settings]] = {}
         for settings in self:
-            own = applied(base, settings).method
+            method = applied(base, settings).method
             fixed = {name: value for name, value in settings.items() if not stackable(base, name, value)}
-            key = repr((fixed, own.plan(1000)))
-            found.setdefault(key, []).append(settings)
-        return list(found.values())
+            # a stackable number may still change how many steps a run has, or which it keeps
+            key = repr((fixed, method.plan(1000)))
+            groups.setdefault(key, []).append(settings)
+        return list(groups.values())
 
 
-def stackable(base: Target, name: str, value: Any) -> bool:
+def stackable(base: Recipe, name: str, value: Any) -> bool:
     """Whether this setting can be a tensor: a real number where the setting may be one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
@@ -82,7 +81,7 @@ def stackable(base: Target, name: str, value: Any) -> bool:
     return "float" in kind
 
 
-def applied(base: Target, settings: Mapping[str, Any]) -> Target:
+def applied(base: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Method, prior and temperature with these settings, checked as their constructors check them."""
     for name, value in settings.items():
         if name == "temperature":
@@ -96,7 +95,7 @@ def applied(base: Target, settings: Mapping[str, Any]) -> Target:
     return base
 
 
-def filled(base: Target, tensors: Mapping[str, Tensor]) -> Target:
+def filled(base: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
     """The same with 0-d tensors in the place of numbers, past the checks: for use inside `vmap`."""
     for name, value in tensors.items():
         if name == "temperature":
@@ -108,7 +107,7 @@ def filled(base: Target, tensors: Mapping[str, Tensor]) -> Target:
     return base
 
 
-def _owner(base: Target, name: str) -> tuple[Any, str]:
+def _owner(base: Recipe, name: str) -> tuple[Any, str]:
     path = name.split(".")
     thing: Any = base.prior if path[0] == "prior" else base.method
     path = path[1:] if path[0] == "prior" else path

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from plausible.analysis import metrics
-from plausible.apps.sweep.grid import Grid, Settings, Target, applied
+from plausible.apps.sweep.grid import Grid, Recipe, Settings, applied
 from plausible.apps.sweep.stacked import Stacked
 from plausible.core import serialise
 from plausible.core.data import as_data, select_rows
@@ -46,7 +46,7 @@ class Sweep:
     """
 
     rows: list[dict[str, Any]]
-    base: Target | None = None
+    base: Recipe | None = None
     seconds: float = 0.0
     groups: list[dict[str, Any]] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class Sweep:
             raise ValueError(f"{path} is not the results.json of a sweep")
         return cls(content["rows"], groups=content.get("groups", []))
 
-    def target(self, row: Mapping[str, Any]) -> Target:
+    def recipe(self, row: Mapping[str, Any]) -> Recipe:
         """Method, prior and temperature of a row."""
         if self.base is None:
             raise ValueError("this sweep was read from a file, which does not hold the method: take row['settings']")
@@ -92,15 +92,15 @@ class Sweep:
 
     def method(self, row: Mapping[str, Any]) -> Method:
         """The method of a row."""
-        return self.target(row).method
+        return self.recipe(row).method
 
     def prior(self, row: Mapping[str, Any]) -> Prior:
         """The prior of a row."""
-        return self.target(row).prior
+        return self.recipe(row).prior
 
     def temperature(self, row: Mapping[str, Any]) -> float:
         """The temperature of a row, for `Model.tempered`."""
-        return float(self.target(row).temperature)
+        return float(self.recipe(row).temperature)
 
     def __str__(self) -> str:
         names = list(self.rows[0]["settings"])
@@ -160,7 +160,7 @@ def sweep(
             raise TypeError(
                 f"{name}= is not for sweeps: they have their own checkpoints (out=) and start at the network's weights"
             )
-    base = Target(method, whole)
+    base = Recipe(method, whole)
     if method.plan(1000).patience is not None:
         raise ValueError(
             "a sweep does not stop early: leave patience unset, and look at the scores every so many epochs (every=)"
@@ -232,7 +232,7 @@ def sweep(
     return _collected(grid, groups, done, base, time.perf_counter() - began)
 
 
-def _collected(grid: Grid, groups: list[list[Settings]], done: list[dict[str, Any]], base: Target, seconds: float) -> Sweep:
+def _collected(grid: Grid, groups: list[list[Settings]], done: list[dict[str, Any]], base: Recipe, seconds: float) -> Sweep:
     by_settings: dict[str, dict[str, Any]] = {}
     for group, found in zip(groups, done):
         for k, settings in enumerate(group):

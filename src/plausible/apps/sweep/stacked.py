@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.apps.sweep.grid import Settings, Target, applied, filled, stackable
+from plausible.apps.sweep.grid import Recipe, Settings, applied, filled, stackable
 from plausible.core import random
 from plausible.core.data import Batch, Data
 from plausible.core.memory import require_memory
@@ -58,8 +58,8 @@ class Stacked(Method):
 
     def one(self, model: Model, k: int) -> tuple[Method, Model]:
         """Member k: its method and its model."""
-        target = applied(Target(self.method, model.prior, model.temperature), self.settings[k])
-        return target.method, model.with_settings(target.prior, target.temperature)
+        recipe = applied(Recipe(self.method, model.prior, model.temperature), self.settings[k])
+        return recipe.method, model.with_settings(recipe.prior, recipe.temperature)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         """That of any member: they differ in nothing that shapes it."""
@@ -69,7 +69,7 @@ class Stacked(Method):
     def _shaped(self) -> Method:
         """The method with the settings in which members do not differ (and some value of the others)."""
         own = {name: value for name, value in self.settings[0].items() if _of_method(name)}
-        return applied(Target(self.method, None), own).method  # type: ignore[arg-type]
+        return applied(Recipe(self.method, None), own).method  # type: ignore[arg-type]
 
     def prepare(self, model: Model, data: Data) -> Model:
         """As the members ask."""
@@ -85,7 +85,7 @@ class Stacked(Method):
             if k == 0:
                 held = self.members * (2 * num_bytes(states[0]) + 3 * num_bytes(model.initial))
                 require_memory(held, key.device, f"{self.members} settings of one network; use fewer at once (at_once=…)")
-        base = Target(self.method, model.prior, model.temperature)
+        base = Recipe(self.method, model.prior, model.temperature)
         device, first = key.device, self.settings[0]
         names = [name for name, value in first.items() if stackable(base, name, value)]
         values = {
@@ -96,11 +96,11 @@ class Stacked(Method):
 
     def step(self, model: Model, state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
         """All members at once; what is logged is the mean over those that are finite."""
-        base = Target(self._shaped, model.prior, model.temperature)
+        base = Recipe(self._shaped, model.prior, model.temperature)
 
         def member(inner: Any, values: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-            target = filled(base, values)
-            return target.method.step(model.with_settings(target.prior, target.temperature), inner, batch)
+            recipe = filled(base, values)
+            return recipe.method.step(model.with_settings(recipe.prior, recipe.temperature), inner, batch)
 
         plain = contextlib.nullcontext() if torch.compiler.is_compiling() else closed_over()
         with plain:

@@ -1,4 +1,4 @@
-"""Does the evidence prefer the models that generalise? One point for each model."""
+"""Models, settings and methods beside one another: evidence against prediction, the scores of a sweep, of a comparison."""
 
 from __future__ import annotations
 
@@ -90,3 +90,55 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     if any(np.ptp(place) == 0 for place in places):
         return float("nan")
     return float(np.corrcoef(places[0], places[1])[0, 1])
+
+
+def sweep(result: Any, by: str | None = None, *, ax: Axes | None = None) -> Axes:
+    """The score of every setting of a `plausible.sweep`, one column of dots for each value of each setting, medians marked.
+
+    A setting that matters has columns at different heights; the best combination is ringed in each group. Those that diverged are
+    left out, and counted in the title.
+    """
+    by = by or result.measure
+    values = np.array([np.nan if row["scores"].get(by) is None else row["scores"][by] for row in result.rows])
+    if not np.isfinite(values).any():
+        raise ValueError(f"no setting has a finite {by}: there is nothing to draw")
+    best = result.best(by)
+    ax = axes_of(ax)
+    stream, place = np.random.default_rng(0), 0.0
+    ticks, labels = [], []
+    names = [name for name in best["settings"] if len({repr(row["settings"][name]) for row in result.rows}) > 1]
+    for number, name in enumerate(names):
+        first = place
+        for value in dict.fromkeys(row["settings"][name] for row in result.rows):
+            these = np.array([row["settings"][name] == value for row in result.rows]) & np.isfinite(values)
+            x = place + 0.3 * (stream.random(int(these.sum())) - 0.5)
+            ax.plot(x, values[these], ".", color=f"C{number % 10}", alpha=0.45, markersize=4)
+            if these.any():
+                ax.plot([place - 0.3, place + 0.3], [np.median(values[these])] * 2, color="0.15", linewidth=1.6)
+            if best["settings"][name] == value:
+                ax.plot(place, best["scores"][by], "o", markerfacecolor="none", color="0.1", markersize=9)
+            ticks.append(place)
+            labels.append(f"{value:.3g}" if isinstance(value, float) else str(value))
+            place += 1.0
+        ax.text((first + place - 1) / 2, 1.01, name, transform=ax.get_xaxis_transform(), ha="center", va="bottom", fontsize=9)
+        place += 0.8
+    ax.set_xticks(ticks, labels, rotation=60, ha="right", fontsize=8)
+    if values[np.isfinite(values)].min() > 0 and np.nanmax(values) > 20 * np.nanmin(values):
+        ax.set_yscale("log")
+    lost = int((~np.isfinite(values)).sum())
+    ax.set(ylabel=by.replace("_", " ") + " on the validation rows")
+    title = f"{len(values)} settings" + (f", {lost} diverged" if lost else "") + "; bars: medians, rings: the best"
+    ax.set_title(title, pad=22, fontsize=10)
+    return ax
+
+
+def draw_scores(ax: Axes, rows: Sequence[tuple[str, float, float, bool]], xlabel: str) -> Axes:
+    """Scores (name, value, standard error, whether it is published) as dots with bars of two standard errors."""
+    for row, (_, value, error, published) in enumerate(rows):
+        colour, face = ("0.5", "none") if published else ("C0", "C0")
+        ax.errorbar(value, row, xerr=2 * error, fmt="o", color=colour, markerfacecolor=face, markersize=6)
+    ax.set(xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
+    ax.set_yticks(range(len(rows)), [name if len(name) < 34 else f"{name[:32]}…" for name, *_ in rows])
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", visible=True)
+    return ax

@@ -90,7 +90,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Findings:
     """Everything a report shows.
 
     title: what the page is called.
@@ -153,7 +153,7 @@ class Evidence:
         write_json(folder / RECORD, _plain(content))
 
     @classmethod
-    def read(cls, folder: Path) -> Evidence:
+    def read(cls, folder: Path) -> Findings:
         """The inverse of `write`; damaged, incomplete or newer files are a ValueError."""
         from plausible.core.storage import read_json, read_tensors
 

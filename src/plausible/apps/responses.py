@@ -22,8 +22,8 @@ FEW = 20
 
 
 @dataclass(frozen=True)
-class Target:
-    """Target columns and how they enter the network; predictions leave it in original units.
+class Response:
+    """Response columns and how they enter the network; predictions leave it in original units.
 
     likelihood: a name of `LIKELIHOODS` other than `auto`.
     loc, scale: one per target, z = (y − loc)/scale; empty where nothing is standardised.
@@ -92,7 +92,7 @@ class Target:
         return dict(vars(self))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Target:
+    def from_dict(cls, data: Mapping[str, Any]) -> Response:
         """The inverse of `to_dict`; anything else is a ValueError."""
         try:
             target = cls(
@@ -109,7 +109,7 @@ class Target:
         return target
 
 
-def decide(table: Table, names: Sequence[str], task: str, likelihood: str) -> tuple[Target, list[str]]:
+def decide(table: Table, names: Sequence[str], task: str, likelihood: str) -> tuple[Response, list[str]]:
     """The kind of each target by these rules, and a line for each rule that could surprise.
 
     Text is classification. Integers with at most 20 different values are classification. Other numbers are regression.
@@ -148,7 +148,7 @@ def guess(column: Column, notes: list[str]) -> str:
     return "regression"
 
 
-def classification(table: Table, names: Sequence[str], likelihood: str) -> Target:
+def classification(table: Table, names: Sequence[str], likelihood: str) -> Response:
     """Classes are the distinct cells of all rows, held out or not."""
     classes = tuple(table[name].levels for name in names)
     for name, labels in zip(names, classes):
@@ -166,10 +166,10 @@ def classification(table: Table, names: Sequence[str], likelihood: str) -> Targe
         raise ValueError(f"{what} two classes per target, but {listed(wide)} has more; fit such a target by itself")
     if len(names) > 1 and likelihood == "categorical":
         raise ValueError("--likelihood categorical takes one target; several yes/no targets: --likelihood bernoulli")
-    return Target(tuple(names), "bernoulli" if binary else "categorical", classes=classes)
+    return Response(tuple(names), "bernoulli" if binary else "categorical", classes=classes)
 
 
-def regression(table: Table, names: Sequence[str], likelihood: str) -> Target:
+def regression(table: Table, names: Sequence[str], likelihood: str) -> Response:
     """Numbers; `standardised` adds the location and the scale, which are those of the training rows alone."""
     for name in names:
         column = table[name]
@@ -185,10 +185,10 @@ def regression(table: Table, names: Sequence[str], likelihood: str) -> Target:
                     f"--likelihood {likelihood} needs counts (0, 1, 2, …), but row {column.row(int(bad[0]))} of target "
                     f"{name!r} is {column.cells[bad[0]]}"
                 )
-    return Target(tuple(names), likelihood)
+    return Response(tuple(names), likelihood)
 
 
-def standardised(target: Target, table: Table) -> Target:
+def standardised(target: Response, table: Table) -> Response:
     """The target with z = (y − mean)/std read off the (training) rows of `table`, where it is continuous."""
     if target.likelihood not in CONTINUOUS:
         return target
@@ -201,4 +201,4 @@ def standardised(target: Target, table: Table) -> Target:
     if not (scale > 0).all():
         flat = [name for name, spread in zip(target.names, scale) if not spread > 0]
         raise ValueError(f"target {listed(flat)} cannot be standardised: it does not vary in the training rows")
-    return Target(target.names, target.likelihood, tuple(loc.tolist()), tuple(scale.tolist()))
+    return Response(target.names, target.likelihood, tuple(loc.tolist()), tuple(scale.tolist()))

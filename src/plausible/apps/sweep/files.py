@@ -1,4 +1,4 @@
-"""Sweeps from TOML files and presets: which data, which network, which method, which grid."""
+"""Sweeps from TOML files: which data, which network, which method, which grid."""
 
 from __future__ import annotations
 
@@ -15,27 +15,9 @@ from torch import Tensor
 from plausible.apps.sweep.grid import Grid
 from plausible.apps.tables import listed, nearest
 
-KEYS = (
-    "title",
-    "dataset",
-    "divide",
-    "validation",
-    "hidden",
-    "activation",
-    "method",
-    "likelihood",
-    "settings",
-    "prior",
-    "grid",
-    "draws",
-    "every",
-    "at_once",
-    "seed",
-)
-
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SweepFile:
     """One sweep: a data set by name, a perceptron, a method with settings, a prior, and the grid over them.
 
     `validation` of the training rows (a sixth by default; the last ones of image sets and random ones of tables) are held out for
@@ -97,12 +79,11 @@ class Plan:
         """Training and validation rows."""
         from plausible.apps import datasets
 
-        found = datasets.load(self.dataset, raw=True) if self.dataset in IMAGES else datasets.load(self.dataset)
         if self.dataset in IMAGES:
-            x, y = found.train
+            x, y = datasets.load(self.dataset, raw=True).train
             x = x.reshape(len(x), -1).float() / self.divide
         else:
-            split = found.split(0).standardised()
+            split = datasets.load(self.dataset).split(0).standardised()
             x, y = split.train
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))
             x, y = x[order], y[order]
@@ -116,32 +97,28 @@ class Plan:
 IMAGES = ("mnist", "fashion-mnist", "cifar10")
 
 
-def presets() -> list[str]:
-    """The sweeps that come with the library."""
-    return sorted(p.name.removesuffix(".toml") for p in _folder().iterdir() if p.name.endswith(".toml"))
+def example() -> str:
+    """A small sweep to start from, as TOML."""
+    return (resources.files("plausible.apps") / "templates" / "sweep.toml").read_text(encoding="utf-8")
 
 
-def read(name: str | Path) -> Plan:
-    """A plan from a preset's name or a TOML file."""
-    if str(name) in presets():
-        return parse((_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(
-            f"{str(name)!r} is neither a file nor a preset{nearest(str(name), presets())}; presets: {listed(presets())}"
-        )
-    return parse(path.read_text(encoding="utf-8"), str(path))
+def read(path: str | Path) -> SweepFile:
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
 
 
-def parse(text: str, source: str = "the sweep") -> Plan:
-    """A plan from TOML; errors name the place."""
+def parse(text: str, source: str = "the sweep") -> SweepFile:
+    """A sweep from TOML; errors name the place."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from error
+    known = [field.name for field in dataclasses.fields(SweepFile)]
     for key in raw:
-        if key not in KEYS:
-            raise ValueError(f"{source}: {key!r} is not known{nearest(key, KEYS)}; known are {', '.join(KEYS)}")
+        if key not in known:
+            raise ValueError(f"{source}: {key!r} is not known{nearest(key, known)}; known are {', '.join(known)}")
     for key in ("dataset", "grid"):
         if key not in raw:
             raise ValueError(f"{source}: {key} is missing")
@@ -174,22 +151,18 @@ def parse(text: str, source: str = "the sweep") -> Plan:
         raw["hidden"] = tuple(raw["hidden"])
         if not all(isinstance(width, int) and width > 0 for width in raw["hidden"]):
             raise ValueError(f"{source}: hidden must be a list of whole numbers, got {list(raw['hidden'])!r}")
-    return Plan(**raw)
-
-
-def _folder() -> Any:
-    return resources.files("plausible.apps.sweep") / "presets"
+    return SweepFile(**raw)
 
 
 def _named(value: Mapping[str, Any], homes: tuple[Any, ...], what: str) -> Any:
     """`{name = "SGD", momentum = 0.0}` → SGD(momentum=0.0)."""
-    own = dict(value)
-    name = own.pop("name", None)
+    arguments = dict(value)
+    name = arguments.pop("name", None)
     known = sorted(n for home in homes for n in vars(home) if n[:1].isupper() and dataclasses.is_dataclass(vars(home)[n]))
     if name not in known:
         raise ValueError(f'{what}: name must be one of {listed(known, 30)}, got {name!r}; write {{ name = "{known[0]}" }}')
     made = next(vars(home)[name] for home in homes if name in vars(home))
     try:
-        return made(**own)
+        return made(**arguments)
     except TypeError as error:
         raise ValueError(f"{what}: {error}") from error
