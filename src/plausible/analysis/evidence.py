@@ -122,10 +122,10 @@ class Comparison:
         return {row.name: row.probability for row in self.rows}
 
     def __getitem__(self, name: str) -> Row:
-        found = next((row for row in self.rows if row.name == name), None)
-        if found is None:
+        row = next((row for row in self.rows if row.name == name), None)
+        if row is None:
             raise KeyError(f"{name!r} was not compared; there are: {', '.join(row.name for row in self.rows)}")
-        return found
+        return row
 
     def log_bayes_factor(self, first: str, second: str) -> float:
         """Log p(D | first)/p(D | second)."""
@@ -246,15 +246,15 @@ def compare(
     named = _named(posteriors)
     priors = _priors(prior_probabilities, tuple(named))
     _check_same_data(named)
-    copies = {name: log_symmetries(own.model.network) if symmetries else 0.0 for name, own in named.items()}
-    logs = {name: _log_evidence(name, own) + copies[name] for name, own in named.items()}
+    copies = {name: log_symmetries(posterior.model.network) if symmetries else 0.0 for name, posterior in named.items()}
+    logs = {name: _log_evidence(name, posterior) + copies[name] for name, posterior in named.items()}
     top = max(logs.values())
     with_prior = {name: value + (math.log(priors[name]) if priors[name] else -math.inf) for name, value in logs.items()}
     highest = max(with_prior.values())
     total = highest + math.log(sum(math.exp(value - highest) for value in with_prior.values()))
     rows = []
-    for name, own in named.items():
-        parts: Evidence | None = getattr(own, "evidence", None)
+    for name, posterior in named.items():
+        parts: Evidence | None = getattr(posterior, "evidence", None)
         rows.append(
             Row(
                 name,
@@ -262,14 +262,16 @@ def compare(
                 logs[name] - top,
                 math.exp(with_prior[name] - total),
                 verdict(logs[name] - top),
-                weights=sum(own.model.initial[n].numel() for n in own.model.random),
+                weights=sum(posterior.model.initial[n].numel() for n in posterior.model.random),
                 log_likelihood=None if parts is None else float(parts.log_likelihood),
                 log_occam=None if parts is None else float(parts.log_occam),
-                effective=getattr(own, "effective", None),
+                effective=getattr(posterior, "effective", None),
                 log_symmetries=copies[name],
-                bound=parts is None and "log_evidence_error" not in own.run,  # with a standard error: an estimate
-                points=sum(own.model.initial[n].numel() for n in own.model.points if not n.startswith("likelihood.")),
-                error=own.run.get("log_evidence_error"),
+                bound=parts is None and "log_evidence_error" not in posterior.run,  # with a standard error: an estimate
+                points=sum(
+                    posterior.model.initial[n].numel() for n in posterior.model.points if not n.startswith("likelihood.")
+                ),
+                error=posterior.run.get("log_evidence_error"),
             )
         )
     return Comparison(rows, named)
@@ -309,28 +311,30 @@ def log_symmetries(network: nn.Module) -> float:
 
 def _named(posteriors: Any) -> dict[str, Posterior]:
     if isinstance(posteriors, Mapping):
-        found = {str(name): own for name, own in posteriors.items()}
-        if len(found) != len(posteriors):
+        named = {str(name): posterior for name, posterior in posteriors.items()}
+        if len(named) != len(posteriors):
             raise ValueError(f"posteriors has names that are the same as text: {', '.join(map(repr, posteriors))}")
     elif isinstance(posteriors, Sequence) and not isinstance(posteriors, str):
-        found = {f"{getattr(own, 'method_name', own)} {k}": own for k, own in enumerate(posteriors, start=1)}
+        named = {
+            f"{getattr(posterior, 'method_name', posterior)} {k}": posterior for k, posterior in enumerate(posteriors, start=1)
+        }
     else:
         raise TypeError(
             f"posteriors must be a mapping of names to posteriors or a list of them, got {type(posteriors).__name__}"
         )
-    for name, own in found.items():
-        if not isinstance(own, Posterior):
-            raise TypeError(f"posteriors[{name!r}] must be a posterior, as pl.fit returns it, got {type(own).__name__}")
-    if len(found) < 2:
-        raise ValueError(f"a comparison needs at least two posteriors, got {len(found)}")
-    return found
+    for name, posterior in named.items():
+        if not isinstance(posterior, Posterior):
+            raise TypeError(f"posteriors[{name!r}] must be a posterior, as pl.fit returns it, got {type(posterior).__name__}")
+    if len(named) < 2:
+        raise ValueError(f"a comparison needs at least two posteriors, got {len(named)}")
+    return named
 
 
-def _log_evidence(name: str, own: Posterior) -> float:
-    value = own.log_evidence
+def _log_evidence(name: str, posterior: Posterior) -> float:
+    value = posterior.log_evidence
     if value is None:
         raise ValueError(
-            f"{name} has no log_evidence: {own.method_name} estimates none (or it was tempered, pruned, or is part of an "
+            f"{name} has no log_evidence: {posterior.method_name} estimates none (or it was tempered, pruned, or is part of an "
             "ensemble); use Laplace, SMC, or a variational method such as MeanField, whose bound stands in for it"
         )
     if not math.isfinite(value):
@@ -340,17 +344,17 @@ def _log_evidence(name: str, own: Posterior) -> float:
 
 def _check_same_data(named: Mapping[str, Posterior]) -> None:
     (first, one), *others = named.items()
-    discrete = lambda own: own.likelihood.kind != "continuous"  # noqa: E731
-    for name, own in others:
-        if own.model.num_data != one.model.num_data:
+    discrete = lambda other: other.likelihood.kind != "continuous"  # noqa: E731
+    for name, other in others:
+        if other.model.num_data != one.model.num_data:
             raise ValueError(
                 f"evidence compares models of the same data: {first} was fitted on {one.model.num_data:,} examples, {name} on "
-                f"{own.model.num_data:,}"
+                f"{other.model.num_data:,}"
             )
-        if discrete(own) != discrete(one):
+        if discrete(other) != discrete(one):
             raise ValueError(
                 f"evidence compares models of the same targets: {first} has a likelihood of {one.likelihood.kind} targets, {name} "
-                f"of {own.likelihood.kind} ones"
+                f"of {other.likelihood.kind} ones"
             )
 
 
@@ -360,24 +364,24 @@ def _priors(given: Any, names: tuple[str, ...]) -> dict[str, float]:
     if isinstance(given, Mapping):
         if set(given) != set(names):
             raise ValueError(f"prior_probabilities must name the models {', '.join(names)}, got {', '.join(map(str, given))}")
-        found = {name: float(given[name]) for name in names}
+        probabilities = {name: float(given[name]) for name in names}
     else:
         if len(given) != len(names):
             raise ValueError(f"prior_probabilities must have one number for each of {len(names)} models, got {len(given)}")
-        found = dict(zip(names, map(float, given)))
-    if not all(value >= 0 for value in found.values()) or abs(sum(found.values()) - 1) > 1e-6:
-        raise ValueError(f"prior_probabilities must be 0 or more and sum to 1, got {list(found.values())}")
-    return found
+        probabilities = dict(zip(names, map(float, given)))
+    if not all(value >= 0 for value in probabilities.values()) or abs(sum(probabilities.values()) - 1) > 1e-6:
+        raise ValueError(f"prior_probabilities must be 0 or more and sum to 1, got {list(probabilities.values())}")
+    return probabilities
 
 
 def _shares(probabilities: Sequence[float], total: int) -> list[int]:
     """Whole numbers with this sum, nearest to the probabilities: by largest remainders."""
     exact = [total * p for p in probabilities]
-    found = [math.floor(value) for value in exact]
-    order = sorted(range(len(exact)), key=lambda k: found[k] - exact[k])
-    for k in order[: total - sum(found)]:
-        found[k] += 1
-    return found
+    shares = [math.floor(value) for value in exact]
+    order = sorted(range(len(exact)), key=lambda k: shares[k] - exact[k])
+    for k in order[: total - sum(shares)]:
+        shares[k] += 1
+    return shares
 
 
 def _signed(value: float | None) -> str:

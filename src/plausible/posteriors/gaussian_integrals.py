@@ -310,12 +310,12 @@ def _normal_density(f: Moments, noise: Tensor, y: Tensor, observed: Tensor) -> T
     """Log N(y; m, V + σ²) of the observed outputs, [n]: the others are made independent, with variance 1 and no residual."""
     residual = torch.where(observed, y.to(f.mean) - f.mean, 0.0)
     both = observed.unsqueeze(-1) & observed.unsqueeze(-2)
-    own = torch.diag_embed(torch.where(observed, noise, 1.0))
+    noises = torch.diag_embed(torch.where(observed, noise, 1.0))
     covariance = torch.where(both, f.covariance, 0.0)  # type: ignore[arg-type]
-    factor, info = torch.linalg.cholesky_ex(covariance + own)
+    factor, info = torch.linalg.cholesky_ex(covariance + noises)
     if bool((info != 0).any()):
         half = root(covariance)
-        factor = torch.linalg.cholesky(half @ half.mT + own)
+        factor = torch.linalg.cholesky(half @ half.mT + noises)
     z = torch.linalg.solve_triangular(factor, residual.unsqueeze(-1), upper=False).squeeze(-1)
     scale = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return -0.5 * z.square().sum(-1) - scale - 0.5 * math.log(2 * math.pi) * observed.sum(-1).to(scale)

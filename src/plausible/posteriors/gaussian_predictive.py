@@ -170,11 +170,11 @@ class GaussianPredictive(Predictive):
 
     def _functions(self, each: int) -> Iterator[tuple[slice, Moments]]:
         """Slices of the inputs with the moments of f in float64; so few that `each` numbers for each of them fit the block."""
-        own = self._size * (1 + (self._size if self._full else 1))
-        if self._kept is None and 8 * own * self.num_inputs <= self._budget:
-            parts = [self._moments(rows) for rows in self._slices(own)]
+        numbers = self._size * (1 + (self._size if self._full else 1))
+        if self._kept is None and 8 * numbers * self.num_inputs <= self._budget:
+            parts = [self._moments(rows) for rows in self._slices(numbers)]
             self._kept = Moments(*(torch.cat(column) for column in zip(*parts)))  # type: ignore[arg-type]
-        for rows in self._slices(max(each, own)):
+        for rows in self._slices(max(each, numbers)):
             f = self._moments(rows)
             yield rows, Moments(*(part.to(widest(part.device)) for part in f))  # type: ignore[union-attr]
 

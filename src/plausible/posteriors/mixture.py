@@ -50,11 +50,13 @@ class MixturePosterior(Posterior):
         return sum(part.num_draws(share) for part, share, _ in self._shares(draws, 0))
 
     def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
-        values = [part._evaluated(inputs, share, own, batch_size) for part, share, own in self._shares(draws, seed)]
+        values = [part._evaluated(inputs, share, its_seed, batch_size) for part, share, its_seed in self._shares(draws, seed)]
         return Draws(torch.cat([v.outputs for v in values]), tree.concatenate([dict(v.weights) for v in values]))
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
-        return tree.concatenate([part.weights(share, own) for part, share, own in self._shares(check_draws(draws), seed)])
+        return tree.concatenate(
+            [part.weights(share, its_seed) for part, share, its_seed in self._shares(check_draws(draws), seed)]
+        )
 
     def starting_points(self, members: int) -> Weights:  # noqa: ARG002
         """One of each part."""

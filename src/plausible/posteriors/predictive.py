@@ -86,10 +86,10 @@ class Predictive:
             got = f"{outputs.dtype} {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(f"outputs must be a floating-point tensor of shape [draws, inputs, ...], got {got}")
         draws, inputs = outputs.shape[:2]
-        own = dict(weights or {})
+        likelihood_weights = dict(weights or {})
         result = Predictive(
             likelihood,
-            lambda rows: Draws(outputs[:, rows], own),
+            lambda rows: Draws(outputs[:, rows], likelihood_weights),
             num_inputs=inputs,
             num_draws=draws,
             output_shape=tuple(outputs.shape[2:]),

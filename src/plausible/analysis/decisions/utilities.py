@@ -139,9 +139,9 @@ def value_of_epistemic_information(
         if matrix is None:
             inputs = predictive.num_inputs if isinstance(predictive, Predictive) else probs.shape[1]
             matrix, _ = _matrix(utility, actions, probs[0], inputs)
-        own = matrix[rows] if matrix.ndim == 3 else matrix
-        informed = _expected(own, probs).amax(-1).mean(0)
-        parts.append(informed - _expected(own, probs.mean(0)).amax(-1))
+        utilities = matrix[rows] if matrix.ndim == 3 else matrix
+        informed = _expected(utilities, probs).amax(-1).mean(0)
+        parts.append(informed - _expected(utilities, probs.mean(0)).amax(-1))
     return torch.cat(parts).clamp(min=0)
 
 

@@ -36,8 +36,8 @@ def wasserstein_squared_to_gaussian(draws: Tensor, mean: Tensor, scale: Tensor) 
     density = torch.exp(-0.5 * torch.special.ndtri(levels).square()) / math.sqrt(2 * math.pi)  # 0 at both ends
     middle = draws.mean(0)
     along = torch.tensordot((density[:-1] - density[1:]).to(draws), draws, dims=1)
-    found = (middle - mean).square() + draws.var(0, correction=0) + scale.square() - 2 * scale * along
-    return found.clamp(min=0)
+    squared = (middle - mean).square() + draws.var(0, correction=0) + scale.square() - 2 * scale * along
+    return squared.clamp(min=0)
 
 
 def gaussian_wasserstein_squared(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def total_variation_of_cells(first: Tensor, second: Tensor) -> Tensor:
 def places_between(*quartiles: Tensor) -> Tensor:
     """Sorted places [K, …] that resolve laws with these quartiles, [3, …] each: `NODES` around each median, densest there."""
     steps = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64).sinh()
-    found = []
+    places = []
     for low, middle, high in (q.double() for q in quartiles):
         width = (high - low) / 1.349  # of a Gaussian: its standard deviation
-        found.append(middle + steps.to(middle).reshape(-1, *[1] * middle.ndim) * width)
-    return torch.cat(found).sort(dim=0).values
+        places.append(middle + steps.to(middle).reshape(-1, *[1] * middle.ndim) * width)
+    return torch.cat(places).sort(dim=0).values
 
 
 def _steps(first: int, second: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:

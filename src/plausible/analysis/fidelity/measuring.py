@@ -92,16 +92,16 @@ def fidelity(
     floors = _compared(*split, y) if split is not None else {}
     exact = floor and two.closed_form  # no draws, no noise
 
-    def measure(name: str, found: Measure) -> Measure:
-        level = found.ideal if exact else floors[name].value if name in floors else None
-        return found if math.isnan(found.value) else _with_floor(found, level)
+    def measure(name: str, plain: Measure) -> Measure:
+        level = plain.ideal if exact else floors[name].value if name in floors else None
+        return plain if math.isnan(plain.value) else _with_floor(plain, level)
 
     looked = {}
     for name, at in places.items():
-        mine, truth = (Side.of(own, at, draws, seed, f"regions[{name!r}]") for own in (posterior, reference))
+        mine, truth = (Side.of(side, at, draws, seed, f"regions[{name!r}]") for side in (posterior, reference))
         looked[name] = _region(mine, truth, truth.halves() if floor else None, exact)
     return Fidelity(
-        **{name: measure(name, found) for name, found in parts.items()},
+        **{name: measure(name, plain) for name, plain in parts.items()},
         stein=_stein(posterior, reference, rows, draws, floor, seed),
         epistemic=looked,
         inputs=one.predictive.num_inputs,
@@ -130,21 +130,21 @@ def _check_converged(reference: Posterior, x: Any) -> None:
 
 def _compared(one: Side, two: Side, y: Any) -> dict[str, Measure]:
     kind = one.predictive.likelihood.kind
-    found: dict[str, Measure] = {}
+    measures: dict[str, Measure] = {}
     if kind in CLASSES:
-        found |= _classes(one, two, kind == "binary")
+        measures |= _classes(one, two, kind == "binary")
     else:
-        found["agreement"] = Measure.missing("numbers have no most probable class", 1.0)
-        found["total_variation"] = _numbers(one, two)
-    found["wasserstein"] = _wasserstein(one, two)
+        measures["agreement"] = Measure.missing("numbers have no most probable class", 1.0)
+        measures["total_variation"] = _numbers(one, two)
+    measures["wasserstein"] = _wasserstein(one, two)
     if y is None:
-        found["log_likelihood"] = Measure.missing("needs y, the targets at x")
+        measures["log_likelihood"] = Measure.missing("needs y, the targets at x")
     else:
         p, q = one.log_densities(y), two.log_densities(y)
-        found["log_likelihood"] = Measure(
+        measures["log_likelihood"] = Measure(
             *jackknife(lambda i, j: float((p.log_mean_exp(i) - q.log_mean_exp(j)).mean()), one.num_blocks, two.num_blocks)
         )
-    return found
+    return measures
 
 
 def _classes(one: Side, two: Side, binary: bool) -> dict[str, Measure]:
@@ -228,16 +228,16 @@ def _region(one: Side, two: Side, halves: tuple[Side, Side] | None, exact: bool)
 
     mine, truth, (value, error) = ratio(one, two)
     level = 1.0 if exact else None if halves is None else ratio(*halves)[2][0]
-    found = (
+    against = (
         Measure.missing("the reference has no epistemic variance there", 1.0)
         if math.isnan(value)
         else Measure(value, error, level, 1.0)
     )
-    return Region(one.predictive.num_inputs, mine, truth, found)
+    return Region(one.predictive.num_inputs, mine, truth, against)
 
 
-def _with_floor(found: Measure, level: float | None) -> Measure:
-    return Measure(found.value, found.error, level, found.ideal, found.note)
+def _with_floor(measure: Measure, level: float | None) -> Measure:
+    return Measure(measure.value, measure.error, level, measure.ideal, measure.note)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,18 +249,18 @@ def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws:
         return Measure.missing("needs data, the training data")
     target = ModelDensity(reference.model, data, 100)
     try:
-        own, blocks = _weight_draws(posterior, target, draws, seed)
+        mine, blocks = _weight_draws(posterior, target, draws, seed)
     except (TypeError, ValueError, NotImplementedError, KeyError) as error:
         return Measure.missing(f"posterior has no draws of the reference's weights: {error}")
     try:
         truth, others = _weight_draws(reference, target, draws, seed)
     except (TypeError, ValueError, NotImplementedError, KeyError):
-        truth, others = own, blocks
-    length = stein.median_length(truth, others) or stein.median_length(own, blocks)
+        truth, others = mine, blocks
+    length = stein.median_length(truth, others) or stein.median_length(mine, blocks)
     if not length:
         return Measure.missing("neither posterior has two different draws to take a length from")
-    level = sum(_discrepancy(target, truth, others, length)) if floor and truth is not own else None
-    return Measure(*_discrepancy(target, own, blocks, length), level)
+    level = sum(_discrepancy(target, truth, others, length)) if floor and truth is not mine else None
+    return Measure(*_discrepancy(target, mine, blocks, length), level)
 
 
 def _discrepancy(target: ModelDensity, draws: Tensor, blocks: Tensor, length: float) -> tuple[float, float]:
@@ -281,12 +281,12 @@ def _weight_draws(posterior: Posterior, target: ModelDensity, draws: int | None,
             raise ValueError(f"{name!r} is missing")
         if named[name].shape[1:] != like.shape:
             raise ValueError(f"{name!r} has shape {list(named[name].shape[1:])}, expected {list(like.shape)}")
-    found = target.flatten(named).detach().cpu()
-    _, blocks = divide(len(found), getattr(posterior, "chains", 1) if wanted is None else 1)
-    if len(found) > STEIN:
-        kept = blocks.argsort(stable=True)[torch.linspace(0, len(found) - 1, STEIN).long()]
-        found, blocks = found[kept], blocks[kept]
-    return found, blocks.unique(return_inverse=True)[1]
+    positions = target.flatten(named).detach().cpu()
+    _, blocks = divide(len(positions), getattr(posterior, "chains", 1) if wanted is None else 1)
+    if len(positions) > STEIN:
+        kept = blocks.argsort(stable=True)[torch.linspace(0, len(positions) - 1, STEIN).long()]
+        positions, blocks = positions[kept], blocks[kept]
+    return positions, blocks.unique(return_inverse=True)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,16 +294,16 @@ def _weight_draws(posterior: Posterior, target: ModelDensity, draws: int | None,
 
 
 def _check(posterior: Any, reference: Any) -> None:
-    for name, own in (("posterior", posterior), ("reference", reference)):
-        if not isinstance(own, Posterior):
-            raise TypeError(f"{name} must be a posterior, as pl.fit returns it, got {type(own).__name__}")
-    shapes = [tuple(own.model.output_shape) for own in (posterior, reference)]
+    for name, given in (("posterior", posterior), ("reference", reference)):
+        if not isinstance(given, Posterior):
+            raise TypeError(f"{name} must be a posterior, as pl.fit returns it, got {type(given).__name__}")
+    shapes = [tuple(each.model.output_shape) for each in (posterior, reference)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"posterior has outputs of shape {shapes[0]} per input, reference {shapes[1]}: compare posteriors of the same "
             "network"
         )
-    kinds = [own.likelihood.kind for own in (posterior, reference)]
+    kinds = [each.likelihood.kind for each in (posterior, reference)]
     if kinds[0] != kinds[1]:
         raise ValueError(
             f"posterior has {kinds[0]} targets ({posterior.likelihood}), reference {kinds[1]} ones ({reference.likelihood}): "

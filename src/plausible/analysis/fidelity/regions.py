@@ -33,11 +33,11 @@ def find(x: Tensor, seed: int = 0) -> dict[str, Tensor]:
     stream = random.generator(seed, 61)
     picked = torch.randperm(len(x), generator=stream)[:MOST].sort().values.to(x.device)
     units = torch.where(varies, (flat - centre) / torch.where(varies, scale, 1.0), 0.0)
-    found = {"inside": units[picked]}
+    chosen = {"inside": units[picked]}
     if (gap := _between(units, varies, stream)) is not None:
-        found["between"] = gap
-    found["outside"] = _outside(units, len(picked))
-    regions = {name: (centre + scale * places).to(x.dtype).reshape(-1, *shape) for name, places in found.items()}
+        chosen["between"] = gap
+    chosen["outside"] = _outside(units, len(picked))
+    regions = {name: (centre + scale * places).to(x.dtype).reshape(-1, *shape) for name, places in chosen.items()}
     regions["inside"] = x[picked]  # to the bit
     return regions
 
@@ -51,18 +51,18 @@ def _between(units: Tensor, varies: Tensor, stream: torch.Generator) -> Tensor |
         if not len(gaps) or gaps[widest] <= WIDER * gaps.median():
             return None
         share = torch.linspace(0.1, 0.9, min(MOST, 41), dtype=units.dtype, device=units.device)
-        found = units.new_zeros(len(share), units.shape[1])
-        found[:, column] = line[widest] + share * gaps[widest]
-        return found
+        places = units.new_zeros(len(share), units.shape[1])
+        places[:, column] = line[widest] + share * gaps[widest]
+        return places
     rows = units.unique(dim=0)
     if len(rows) < 4:
         return None
-    own = torch.cdist(rows, rows).fill_diagonal_(torch.inf).amin(1)
+    nearest = torch.cdist(rows, rows).fill_diagonal_(torch.inf).amin(1)
     first, second = (torch.randint(len(rows), (2000,), generator=stream).to(units.device) for _ in range(2))
     middle = 0.5 * (rows[first] + rows[second])
     empty = torch.cdist(middle, rows).amin(1)
     best = empty.argsort(descending=True)[:MOST]
-    best = best[empty[best] > WIDER * own.median()]
+    best = best[empty[best] > WIDER * nearest.median()]
     return middle[best] if len(best) else None
 
 

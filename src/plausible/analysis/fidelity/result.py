@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from plausible.core.words import plural
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -88,8 +90,8 @@ class Fidelity:
     @property
     def measures(self) -> dict[str, Measure]:
         """All of them by name; ratios of epistemic variances as `epistemic.inside` and so on."""
-        found = {name: getattr(self, name) for name in WORDS}
-        return found | {f"epistemic.{name}": region.ratio for name, region in self.epistemic.items()}
+        measures = {name: getattr(self, name) for name in WORDS}
+        return measures | {f"epistemic.{name}": region.ratio for name, region in self.epistemic.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what is not there is None."""
@@ -100,13 +102,13 @@ class Fidelity:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fidelity:
         """The inverse of `to_dict`."""
-        found = dict(data)
+        fields = dict(data)
         for name in WORDS:
-            found[name] = _measure(found[name])
-        found["epistemic"] = {
-            name: Region(**{**region, "ratio": _measure(region["ratio"])}) for name, region in found["epistemic"].items()
+            fields[name] = _measure(fields[name])
+        fields["epistemic"] = {
+            name: Region(**{**region, "ratio": _measure(region["ratio"])}) for name, region in fields["epistemic"].items()
         }
-        return cls(**found)
+        return cls(**fields)
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         words = WORDS | {f"epistemic.{name}": f"epistemic variance over the reference's, {name}" for name in self.epistemic}
@@ -148,7 +150,7 @@ class Fidelity:
 
 
 def _count(draws: int | None) -> str:
-    return "closed form" if draws is None else f"{draws:,} draw{'s' * (draws != 1)}"
+    return "closed form" if draws is None else plural(draws, "draw")
 
 
 def _shown(value: float, digits: int) -> str:

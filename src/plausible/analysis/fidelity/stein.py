@@ -19,8 +19,8 @@ def stein_matrix(weights: Tensor, scores: Tensor, length: float) -> Tensor:
     squares = squared_distances(weights)
     base = 1 + inverse * squares
     products = scores @ weights.T  # [n, n]: s_i · w_j
-    own = products.diagonal()
-    across = own[:, None] + own - products - products.T  # (s_i − s_j)·(w_i − w_j)
+    diagonal = products.diagonal()
+    across = diagonal[:, None] + diagonal - products - products.T  # (s_i − s_j)·(w_i − w_j)
     trace = inverse * weights.shape[1] * base**-1.5 - 3 * inverse**2 * squares * base**-2.5
     return scores @ scores.T * base**-0.5 + inverse * across * base**-1.5 + trace
 
@@ -28,8 +28,8 @@ def stein_matrix(weights: Tensor, scores: Tensor, length: float) -> Tensor:
 def squared_distances(weights: Tensor) -> Tensor:
     """‖w_i − w_j‖² of all pairs, [n, P] → [n, n]."""
     centred = weights - weights.mean(0)
-    own = centred.square().sum(1)
-    return (own[:, None] + own - 2 * centred @ centred.T).clamp(min=0).fill_diagonal_(0)
+    squares = centred.square().sum(1)
+    return (squares[:, None] + squares - 2 * centred @ centred.T).clamp(min=0).fill_diagonal_(0)
 
 
 def median_length(weights: Tensor, blocks: Tensor) -> float:

@@ -38,9 +38,9 @@ def reliability(predictive: Any, y: Any, bins: int = 15, binning: str = "width",
     Bins are (low, high]. "width": equal parts of [0, 1]. "mass": between quantiles of the confidence, as many examples
     in each as ties allow; equal confidences share a bin, so the order of the examples does not matter.
     """
-    found = labelled(predictive, y, mask)
-    confidence, top = found.probs.max(-1)
-    sums = _binned(confidence[:, None], (top == found.labels).double()[:, None], bins, binning)
+    answers = labelled(predictive, y, mask)
+    confidence, top = answers.probs.max(-1)
+    sums = _binned(confidence[:, None], (top == answers.labels).double()[:, None], bins, binning)
     return Reliability(*(column.squeeze(-1) for column in sums))
 
 
@@ -56,8 +56,8 @@ def ece(predictive: Any, y: Any, bins: int = 15, binning: str = "width", *, mask
 
 def classwise_ece(predictive: Any, y: Any, bins: int = 15, binning: str = "width", *, mask: Any = None) -> float:
     """1/C Σ_c Σ_b n_bc/M |share of class c − mean p_c| over bins of p_c: all probabilities, not the largest (Kull et al. 2019)."""
-    found = labelled(predictive, y, mask)
-    return _gap(*_binned(found.probs, found.truth, bins, binning)) / found.probs.shape[-1]
+    answers = labelled(predictive, y, mask)
+    return _gap(*_binned(answers.probs, answers.truth, bins, binning)) / answers.probs.shape[-1]
 
 
 def pit(predictive: Any, y: Any, *, seed: int = 0, mask: Any = None) -> Tensor:

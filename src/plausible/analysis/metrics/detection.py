@@ -41,9 +41,9 @@ def ood_aupr(inside: Any, outside: Any, score: str = "entropy", *, positive: str
     levels, place = values.unique(return_inverse=True)
     size = torch.zeros(len(levels), dtype=torch.float64)
     hits = size.scatter_add(0, place, wanted.double()).flip(0)  # from the highest score down, ties together
-    found = hits.cumsum(0)
-    precision = found / size.scatter_add(0, place, torch.ones_like(values)).flip(0).cumsum(0)
-    return float((hits * precision).sum() / found[-1])
+    hits_so_far = hits.cumsum(0)
+    precision = hits_so_far / size.scatter_add(0, place, torch.ones_like(values)).flip(0).cumsum(0)
+    return float((hits * precision).sum() / hits_so_far[-1])
 
 
 def ood_fpr95(inside: Any, outside: Any, score: str = "entropy") -> float:

@@ -30,8 +30,8 @@ def temperature(predictive: Any, y: Any, *, mask: Any = None) -> float:
     The temperature belongs to the mixture over draws, not to each draw (Guo et al. 2017; Ashukha et al. 2020). Newton
     steps in 1/T kept inside a bracket, in float64: each costs a pass over [M, C]. Fit it on data that are not scored.
     """
-    found = labelled(predictive, y, mask)
-    return 1 / _inverse_temperature(found.log_probs(), found.labels)
+    answers = labelled(predictive, y, mask)
+    return 1 / _inverse_temperature(answers.log_probs(), answers.labels)
 
 
 def calibrated_log_loss(
@@ -47,8 +47,8 @@ def calibrated_log_loss(
     Labels or positions of one input stay in one half, and their losses are summed, as in `log_loss`.
     """
     whole("splits", splits, 1)
-    found = labelled(predictive, y, mask)
-    logs = found.log_probs()
+    answers = labelled(predictive, y, mask)
+    logs = answers.log_probs()
     if held_out is not None:
         if not isinstance(held_out, tuple | list) or len(held_out) != 2:
             raise TypeError(f"held_out must be a pair (predictive, y), got {type(held_out).__name__}")
@@ -56,22 +56,22 @@ def calibrated_log_loss(
         if other.probs.shape[-1] != logs.shape[-1]:
             raise ValueError(f"held_out has {other.probs.shape[-1]} classes, predictive has {logs.shape[-1]}")
         inverse = _inverse_temperature(other.log_probs(), other.labels)
-        return float(_loss(logs, found.labels, inverse).sum() / len(found.rows.unique()))
-    return sum(_cross_fitted(found, logs, seed, split) for split in range(splits)) / splits
+        return float(_loss(logs, answers.labels, inverse).sum() / len(answers.rows.unique()))
+    return sum(_cross_fitted(answers, logs, seed, split) for split in range(splits)) / splits
 
 
-def _cross_fitted(found: Labelled, logs: Tensor, seed: int, split: int) -> float:
-    inputs, place = found.rows.unique(return_inverse=True)
+def _cross_fitted(answers: Labelled, logs: Tensor, seed: int, split: int) -> float:
+    inputs, place = answers.rows.unique(return_inverse=True)
     if len(inputs) < 2:
         raise ValueError("calibrated_log_loss needs at least 2 inputs to halve, got 1: pass held_out=(predictive, y)")
     first = torch.randperm(len(inputs), generator=random.generator(seed, _SPLIT, split)) < len(inputs) // 2
     inside = first[place]
     total = 0.0
     for fitted in (inside, ~inside):
-        inverse = _inverse_temperature(logs[fitted], found.labels[fitted])
+        inverse = _inverse_temperature(logs[fitted], answers.labels[fitted])
         if not 1 / BOUNDS[1] < inverse < 1 / BOUNDS[0]:
             inverse = 1.0  # all right or all wrong: this half says nothing of the temperature of the other
-        total += float(_loss(logs[~fitted], found.labels[~fitted], inverse).sum())
+        total += float(_loss(logs[~fitted], answers.labels[~fitted], inverse).sum())
     return total / len(inputs)
 
 

@@ -16,9 +16,9 @@ def log_likelihood(predictive: Any, y: Any, *, mask: Any = None) -> float:
     probability of exactly 0 for the truth gives −inf, nothing is clipped. Strictly proper (Good 1952).
     """
     if not isinstance(predictive, Predictive):
-        found = labelled(predictive, y, mask)
-        each = found.probs.gather(-1, found.labels[:, None]).squeeze(-1).log()
-        return float(each.sum() / len(found.rows.unique()))
+        answers = labelled(predictive, y, mask)
+        each = answers.probs.gather(-1, answers.labels[:, None]).squeeze(-1).log()
+        return float(each.sum() / len(answers.rows.unique()))
     target, observed = predictive_targets(predictive, y, mask)
     rows = observed.reshape(len(observed), -1).any(-1)
     whole = bool(observed.all())
@@ -38,8 +38,8 @@ def accuracy(predictive: Any, y: Any, *, mask: Any = None) -> float:
 
     A tie counts as its first class; for yes/no targets p = ½ is a no. Every label or position is an example.
     """
-    found = labelled(predictive, y, mask)
-    return float((found.probs.argmax(-1) == found.labels).double().mean())
+    answers = labelled(predictive, y, mask)
+    return float((answers.probs.argmax(-1) == answers.labels).double().mean())
 
 
 def brier(predictive: Any, y: Any, *, mask: Any = None) -> float:
@@ -48,8 +48,8 @@ def brier(predictive: Any, y: Any, *, mask: Any = None) -> float:
     For yes/no targets that is twice the (p − y)² that others report. Strictly proper, and bounded where the log loss
     is not.
     """
-    found = labelled(predictive, y, mask)
-    return float((found.probs - found.truth).square().sum(-1).mean())
+    answers = labelled(predictive, y, mask)
+    return float((answers.probs - answers.truth).square().sum(-1).mean())
 
 
 def rmse(predictive: Any, y: Any, *, mask: Any = None) -> float:

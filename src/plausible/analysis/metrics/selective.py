@@ -27,14 +27,14 @@ def risk_coverage(predictive: Any, y: Any, score: str | None = None, *, mask: An
     equal uncertainty are averaged, as if in random order: the curve does not depend on the order of the rows.
     """
     if probability_kind(predictive):
-        found = labelled(predictive, y, mask)
-        losses, observed = (found.probs.argmax(-1) != found.labels).double(), found.observed
+        answers = labelled(predictive, y, mask)
+        losses, observed = (answers.probs.argmax(-1) != answers.labels).double(), answers.observed
     else:
         mean, target = point_predictions(predictive, y, mask)
         losses, observed = (mean - target).square(), predictive_targets(predictive, y, mask)[1]
     if not isinstance(predictive, Predictive) and score in (None, "max_probability", "entropy", "variance"):
         # already checked and averaged over draws, whatever the shape was
-        values = uncertainty_score(found.probs, score or "max_probability")
+        values = uncertainty_score(answers.probs, score or "max_probability")
     else:
         score = score or ("max_probability" if probability_kind(predictive) else "variance")
         values = uncertainty_score(predictive, score)[observed]

@@ -35,11 +35,11 @@ def summary(predictive: Any, y: Any, *, level: float = 0.9, mask: Any = None) ->
     calibrated_log_loss (left out for a single input, which cannot be halved), aurc. Numbers and counts, a `Predictive` only:
     log_likelihood, rmse, mae, crps, coverage_90, width_90, quantile_calibration, aurc.
     """
-    found = {"log_likelihood": log_likelihood(predictive, y, mask=mask)}
+    scores = {"log_likelihood": log_likelihood(predictive, y, mask=mask)}
     if probability_kind(predictive):
-        return found | _of_classes(predictive, y, mask)
+        return scores | _of_classes(predictive, y, mask)
     measured = _Measured(predictive, y, level, mask)
-    return found | measured.summary(measured.observed)
+    return scores | measured.summary(measured.observed)
 
 
 def summary_by_output(predictive: Any, y: Any, *, level: float = 0.9, mask: Any = None) -> list[dict[str, float]]:
@@ -50,8 +50,8 @@ def summary_by_output(predictive: Any, y: Any, *, level: float = 0.9, mask: Any 
     if isinstance(predictive, Predictive):
         kind, observed = predictive.likelihood.kind, predictive_targets(predictive, y, mask)[1]
     else:
-        found = labelled(predictive, y, mask)
-        kind, observed = "binary" if found.binary else "classes", found.observed
+        answers = labelled(predictive, y, mask)
+        kind, observed = "binary" if answers.binary else "classes", answers.observed
     measured = _Measured(predictive, y, level, mask) if kind in NUMBERS else None
     results = []
     for output in range(observed.shape[-1] if observed.ndim > 1 and kind != "classes" else 1):
@@ -66,16 +66,16 @@ def summary_by_output(predictive: Any, y: Any, *, level: float = 0.9, mask: Any 
 
 
 def _of_classes(predictive: Any, y: Any, mask: Any) -> dict[str, float]:
-    found = {
+    scores = {
         "accuracy": accuracy(predictive, y, mask=mask),
         "brier": brier(predictive, y, mask=mask),
         "ece": ece(predictive, y, mask=mask),
         "classwise_ece": classwise_ece(predictive, y, mask=mask),
     }
     if len(labelled(predictive, y, mask).rows.unique()) > 1:
-        found["calibrated_log_loss"] = calibrated_log_loss(predictive, y, mask=mask)
-    found["aurc"] = aurc(predictive, y, mask=mask)
-    return found
+        scores["calibrated_log_loss"] = calibrated_log_loss(predictive, y, mask=mask)
+    scores["aurc"] = aurc(predictive, y, mask=mask)
+    return scores
 
 
 class _Measured:
