@@ -20,7 +20,8 @@ from plausible.core.model import Model
 from plausible.core.networks import Where, choose_device
 from plausible.core.priors import Prior
 from plausible.core.weights import Weights
-from plausible.engine import Checkpoint, Options, ranks
+from plausible.engine import Checkpoint, Options
+from plausible.engine.data_parallel import assemble
 from plausible.engine.inputs import as_checkpoint, identity, prepare
 from plausible.engine.method import Method
 from plausible.methods import create
@@ -87,7 +88,7 @@ def fit(
     seed = _as_seed(seed)
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
-    with ranks.assemble(method) as team:
+    with assemble(method) as team:
         module = network.network if isinstance(network, Model) else network
         target = choose_device(module, team.device(device, module))
         with torch.inference_mode(False), random.isolated(team.seed(seed), target):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.core import random
-from plausible.engine.method import Method, create, registry
+from plausible.engine.method import Method, Run, Stage, create, registry
 from plausible.posteriors.base import Posterior
 
 Z = 5.0
@@ -107,6 +108,38 @@ class LinearGaussian:
         )
 
 
+SHORT = {
+    "epochs": 20,
+    "draws": 12,
+    "warmup": 8,
+    "chains": 2,
+    "members": 2,
+    "leapfrogs": 4,
+    "max_leapfrogs": 4,
+    "max_depth": 4,
+    "particles": 24,
+    "pilots": 8,
+    "moves": 1,
+    "temperatures": 4,
+    "draws_kept": 20,
+    "further": 1,
+}
+"""Settings of methods that say how long they run, and the most that checks need which do not look at the law."""
+
+
+def quick(method: Method) -> Method:
+    """The same method in a much shorter run, for the checks that do not look at the law."""
+    changes: dict[str, Any] = {}
+    for setting in dataclasses.fields(method):  # type: ignore[arg-type]
+        value = getattr(method, setting.name)
+        if isinstance(value, Method):
+            changes[setting.name] = quick(value)
+        elif setting.name in SHORT and (value is None or isinstance(value, int)):
+            most = SHORT[setting.name]
+            changes[setting.name] = most if value is None else min(value, most)
+    return dataclasses.replace(method, **changes) if changes else method  # type: ignore[type-var]
+
+
 def probe_inputs(inputs: int, count: int = 6) -> Tensor:
     """Inputs at which functions are compared."""
     return torch.randn(count, inputs, generator=random.generator(0, 102))
@@ -123,7 +156,7 @@ def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
     f = posterior.functions(x).squeeze(-1).double()  # [S, n]
     expected_mean = x.double() @ mean
     expected_variance = ((x.double() @ covariance) * x.double()).sum(1)
-    slack = method.tolerance
+    slack = method.traits.tolerance
     _, exact_covariance = problem.posterior()
     scale = ((x.double() @ exact_covariance) * x.double()).sum(1).sqrt()
     found = f.mean(0)
@@ -168,7 +201,7 @@ def check_example_weights(method: Method) -> None:
 def check_scale(method: Method) -> None:
     """Minibatch log joints average to the full one; the likelihood is scaled by N/B and the prior is not."""
     problem = LinearGaussian()
-    model = problem.fit(method.quick()).model
+    model = problem.fit(quick(method)).model
     x, y, _ = problem.data()
     x, y = x.float(), y.float()
     weights = {name: torch.randn(value.shape, generator=random.generator(1)) for name, value in model.initial.items()}
@@ -190,7 +223,7 @@ def check_scale(method: Method) -> None:
 def check_predictive_law(method: Method) -> None:
     """The predictive is the mixture over function draws: variances add, densities average, samples follow."""
     problem = LinearGaussian()
-    posterior = problem.fit(method.quick())
+    posterior = problem.fit(quick(method))
     x = probe_inputs(problem.inputs)
     predictive = posterior.predict(x, draws=20, seed=3)
     f = posterior.functions(x, draws=20, seed=3)
@@ -238,12 +271,12 @@ def _small() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
 
 def _fit_small(method: Method, seed: int = 0, **settings: Any) -> Posterior:
     net, data = _small()
-    return pl.fit(net, data, method.quick(), **{"seed": seed, "progress": False, "compile": False, **settings})
+    return pl.fit(net, data, quick(method), **{"seed": seed, "progress": False, "compile": False, **settings})
 
 
 def check_determinism(method: Method) -> None:
     """Same seed, same bits; another seed differs; the global generator and the module are left alone."""
-    method = method.quick()
+    method = quick(method)
     net, (x, y) = _small()
     net.train()
     net[4].eval()
@@ -301,25 +334,17 @@ def check_save_and_load(method: Method) -> None:
 
 def check_resume(method: Method) -> None:
     """A run that was killed and resumed ends with the bits of one that was not."""
-    method = method.quick()
+    method = quick(method)
     net, (x, y) = _small()
-    plan = method.plan(30)
-    if plan.steps < 4:
-        return
-    kill_at = max(2, 2 * plan.steps // 3)
-
-    def kill(step: int, _: Any) -> None:
-        if step >= kill_at:
-            raise _Stop
-
     settings: dict[str, Any] = {"seed": 4, "progress": False, "compile": False}
     whole = pl.fit(net, (x, y), method, **settings)
+    lengths = [steps for _, steps, _ in whole.run["stages"]]
+    for number, steps in enumerate(lengths):
+        if steps > 1:
+            _kill_and_resume(method, whole, sum(lengths[:number]) + max(1, 2 * steps // 3), max(1, steps // 5), settings)
     with tempfile.TemporaryDirectory() as folder:
-        place = pl.Checkpoint(Path(folder) / "checkpoint", steps=max(1, plan.steps // 5))
-        with contextlib.suppress(_Stop):
-            pl.fit(net, (x, y), method, checkpoint=place, callbacks=[kill], **settings)
-        resumed = pl.fit(net, (x, y), method, checkpoint=place, **settings)
-        _require(torch.equal(whole.functions(x), resumed.functions(x)), "a resumed run ended with other bits")
+        place = pl.Checkpoint(Path(folder) / "checkpoint")
+        pl.fit(net, (x, y), method, checkpoint=place, **settings)
         again = pl.fit(net, (x, y), method, checkpoint=place, **settings)
         _require(torch.equal(whole.functions(x), again.functions(x)), "a finished checkpoint gave another posterior")
         try:
@@ -330,23 +355,40 @@ def check_resume(method: Method) -> None:
             raise ConformanceError("a checkpoint of other data was accepted")
 
 
+def _kill_and_resume(method: Method, whole: Posterior, at: int, every: int, settings: dict[str, Any]) -> None:
+    """A run that is killed after so many steps of all its stages goes on to the same end."""
+    net, (x, y) = _small()
+
+    def kill(step: int, _: Any) -> None:
+        if step >= at:
+            raise _Stop
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = pl.Checkpoint(Path(folder) / "checkpoint", steps=every)
+        with contextlib.suppress(_Stop):
+            pl.fit(net, (x, y), method, checkpoint=place, callbacks=[kill], **settings)
+        resumed = pl.fit(net, (x, y), method, checkpoint=place, **settings)
+    _require(torch.equal(whole.functions(x), resumed.functions(x)), f"a run killed at step {at} ended with other bits")
+
+
 def check_stacked(method: Method) -> None:
     """Members stacked by vmap advance as members in a loop do (one step)."""
-    if method.members is not None or method.verb != "iterate":
+    if method.members is not None or method.traits.verb != "iterate":
         return
     from plausible.core.data import as_data
     from plausible.core.weights import clone, tensors
     from plausible.methods import Ensemble
 
-    ensemble = Ensemble(method, members=3, init="fresh")
+    stage = Ensemble(method, members=3, init="fresh").stages()[0]
     net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     _, (x, y) = _small()
     data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=30)
-    state = ensemble.start(model, random.key(0))
+    run = Run.alone(stage, model, data)
+    state = stage.start(model, run, random.key(0))
     with torch.no_grad():
-        one, _ = ensemble.step(model, clone(state), data.all())
-        two, _ = ensemble.looped_step(model, clone(state), data.all())
+        one, _ = stage.step(model, run, clone(state), data.all())
+        two, _ = stage.looped_step(model, run, clone(state), data.all())  # type: ignore[attr-defined]
     close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(tensors(one), tensors(two)))
     _require(close, "vmapped and looped members differ after one step")
 
@@ -362,15 +404,15 @@ def check_compiled(method: Method) -> None:
     _, (x, y) = _small()
     data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=30)
-    plan = method.plan(30)
-    source = Source(data, plan, seed=0, members=method.members)
-    model = model.for_run(num_data=30, steps=plan.steps, seed=0)
-    if method.kernels:
-        _compare_kernels(method, model, data)
+    stage = method.stages()[0]
+    if stage.traits.verb != "iterate":
+        _compare_kernels(stage, model, data)
         return
-    state = method.start(model, random.key(0))
-    eager = Eager(method.step, model, clone(state), source)
-    compiled = Compiled(method.step, model, clone(state), source)
+    run = Run.alone(stage, model, data)
+    source = Source(data, stage.plan(30), seed=0, members=stage.members)
+    state = stage.start(model, run, random.key(0))
+    eager = Eager(stage.step, model, run, clone(state), source)
+    compiled = Compiled(stage.step, model, run, clone(state), source)
     for stepper in (eager, compiled):
         stepper.advance(0, 1, lambda _: False)
     close = all(
@@ -380,18 +422,17 @@ def check_compiled(method: Method) -> None:
     _require(close, "compiled and eager steps differ")
 
 
-def _compare_kernels(method: Method, model: pl.Model, data: Any) -> None:
+def _compare_kernels(stage: Stage, model: pl.Model, data: Any) -> None:
     """The same transition with and without compiled kernels, which may stop trajectories at another leapfrog of the same path."""
     from plausible.core.weights import clone, tensors
 
-    prepared = method.prepare(model, data)
-    compiled, _ = method.compiled(prepared, True)
+    runs = [Run.alone(stage, model, data, compile=compile) for compile in (False, True)]
     with torch.no_grad():
-        state = method.start(prepared, random.key(0))
-        states = [method.step(which, clone(state), data.all())[0] for which in (prepared, compiled)]
-    for i, found in enumerate(states):
-        if hasattr(found, "statistics"):
-            states[i] = found._replace(statistics={n: v for n, v in found.statistics.items() if n != "leapfrogs"})
+        state = stage.start(model, runs[0], random.key(0))
+        states = [stage.step(model, run, clone(state), data.all())[0] for run in runs]
+    for i, state in enumerate(states):
+        if hasattr(state, "statistics"):
+            states[i] = state._replace(statistics={n: v for n, v in state.statistics.items() if n != "leapfrogs"})
 
     def close(one: Tensor, two: Tensor) -> bool:
         one, two = one.double(), two.double()

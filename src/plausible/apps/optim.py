@@ -314,7 +314,8 @@ class IVON(torch.optim.Optimizer):
         `weight_decay`.
         """
         from plausible.core import priors
-        from plausible.fitting import _prepare, choose_device
+        from plausible.core.networks import choose_device
+        from plausible.engine.inputs import prepare
         from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
         held = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -327,7 +328,7 @@ class IVON(torch.optim.Optimizer):
             precision = group["weight_decay"] * group["ess"]
             rules[name] = priors.Gaussian(precision**-0.5) if precision else priors.Flat()
         method = _as_method(self.param_groups[0])
-        model, _ = _prepare(
+        model, _ = prepare(
             network,
             data,
             likelihood,

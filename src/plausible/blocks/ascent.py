@@ -33,7 +33,7 @@ FLAT = 1e-8
 class Descent(NamedTuple):
     """Where L-BFGS stands: place, loss and gradient there, the lowest place so far, and the last steps with their changes of slope.
 
-    Rows of `steps` and `changes` `[memory, P]` are in the order of time, the last `count` of them filled.
+    Rows of `steps` and `changes` `[memory, P]` are in the order of time, the last `filled` of them in use.
     """
 
     place: Tensor
@@ -43,7 +43,7 @@ class Descent(NamedTuple):
     best_loss: Tensor
     steps: Tensor
     changes: Tensor
-    count: Tensor
+    filled: Tensor
     evaluations: Tensor
     over: Tensor
 
@@ -63,7 +63,7 @@ def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
     """One iteration of L-BFGS with a line search by the strong Wolfe conditions (Nocedal & Wright 2006, §7.2), at most so many
     evaluations of the function in all.
     """
-    direction, first = _direction(at), int(at.count) == 0
+    direction, first = _direction(at), int(at.filled) == 0
     slope = at.gradient.dot(direction)
     if not float(slope) < -STILL:
         return at._replace(over=torch.ones_like(at.over))
@@ -81,7 +81,7 @@ def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
     )
     step = float(length) * direction
     best_loss, best = min([(float(at.best_loss), at.best), *lowest], key=lambda pair: pair[0] if pair[0] == pair[0] else 1e308)
-    steps, changes, count = at.steps, at.changes, at.count
+    steps, changes, count = at.steps, at.changes, at.filled
     change = gradient - at.gradient
     if float(change.dot(step)) > 1e-10:  # curvature that is not positive would spoil the directions
         steps, changes = torch.roll(steps, -1, 0), torch.roll(changes, -1, 0)
@@ -110,7 +110,7 @@ def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
 
 def _direction(at: Descent) -> Tensor:
     """−H⁻¹g by the two loops over the last steps."""
-    count = int(at.count)
+    count = int(at.filled)
     q = at.gradient.neg()
     if not count:
         return q

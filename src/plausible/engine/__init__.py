@@ -4,8 +4,7 @@ Stages, progress bars, checkpoints, compilation, capture, stacking, devices, int
 """
 
 from plausible.engine.checkpoint import Checkpoint
-from plausible.engine.loop import DivergenceError
-from plausible.engine.method import Fitted, Run
+from plausible.engine.method import DivergenceError, Fitted, Run
 from plausible.engine.ranks import RankError
 from plausible.engine.running import Options, run
 

@@ -8,7 +8,9 @@ the same on all ranks: they start from the weights of the first, see the same gr
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,7 +29,7 @@ from plausible.core.optimisers import transformed
 from plausible.engine.checkpoint import Checkpoint, Resumed
 from plausible.engine.method import Method, Plan
 from plausible.engine.policy import Mode
-from plausible.engine.ranks import Ranks, Verdict, Vote, count_votes
+from plausible.engine.ranks import Ranks, SplitMembers, Team, Verdict, Vote, count_votes, leave
 from plausible.engine.source import Source, share
 
 log = logging.getLogger("plausible")
@@ -287,3 +289,33 @@ def _number(values: Any) -> int:
         words = leaf.detach().contiguous().reshape(-1).view(_WORDS[leaf.element_size()])
         total += place * int(words.sum(dtype=torch.int64))
     return total
+
+
+def assemble(method: Method) -> Team:
+    """The processes that run this fit together: those of `torch.distributed`, where there are several, or this one alone.
+
+    Under `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the process group is initialised where that has not
+    been done: gloo for the CPU, NCCL for CUDA. PLAUSIBLE_RANKS=alone in the environment makes every process fit for itself.
+    """
+    wish = os.environ.get("PLAUSIBLE_RANKS", "together")
+    if wish not in ("together", "alone"):
+        raise ValueError(f"PLAUSIBLE_RANKS={wish!r} in the environment: use 'together' (the default) or 'alone'")
+    if wish == "alone" or not dist.is_available():
+        return Team()
+    if not dist.is_initialized():
+        launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        if not launched or int(os.environ["WORLD_SIZE"]) < 2:
+            return Team()
+        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        atexit.register(leave)
+    if dist.get_world_size() < 2:
+        return Team()
+    if method.members is None:
+        return DividedBatches(method)
+    if not hasattr(method, "part"):
+        raise TypeError(
+            f"{type(method).__name__} has members but no part(numbers) that says how to run some of them: it cannot be split "
+            "over ranks; set PLAUSIBLE_RANKS=alone to run it whole in every process"
+        )
+    return SplitMembers(method)

@@ -43,7 +43,8 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
     `method` is what ran here. Ranks that were stopped at different steps count up to the last that all have.
     """
     store = fitted.draws if team.keeps else None
-    each = 0 if store is None else len(next(iter(method.kept(model, run, fitted.state).values())))
+    last = method.stages()[-1]
+    each = 0 if store is None else len(next(iter(last.kept(model, run, fitted.state).values())))
     first = {} if store is None else store.get([0], "cpu")
     own = Left(
         team.keeps,
@@ -59,7 +60,7 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
     )
     everybody: list[Left] = team.exchange(own)
     active = [left for left in everybody if left.keeps]
-    device = tree.tensors(fitted.state)[0].device
+    device = model.device
     gathered = fitted._replace(
         draws=_draws(team, store, everybody, folder, device),
         history=mean_history(active),
@@ -67,9 +68,11 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
         seconds=max(left.seconds for left in everybody),
         mode=everybody[0].mode,
     )
-    if team.member_numbers is not None and not getattr(team.method, "method", team.method).keeps_draws:
-        gathered = gathered._replace(state=_state(team, fitted.state, everybody))
-    return gathered
+    if team.member_numbers is None or team.method.traits.keeps_draws:
+        return gathered
+    if fitted.left:
+        return gathered._replace(left=_left(team, fitted.left, device))
+    return gathered._replace(state=_state(team, fitted.state, everybody))
 
 
 def _draws(
@@ -111,6 +114,22 @@ def _draws(
     if active == [team.rank] and store is not None:
         return store
     return writer.store() if on_disk else MemoryDraws(tree.to(joined, device))
+
+
+def _left(team: Ranks, left: tree.Weights, device: torch.device) -> tree.Weights:
+    """What the members of all ranks have left, under their numbers in the whole ensemble."""
+    assert team.member_numbers is not None
+    numbered = {}
+    for name, value in left.items() if team.keeps else ():
+        member, _, rest = name.partition("/")
+        numbered[f"{team.member_numbers.start + int(member)}/{rest}"] = value
+    layouts = team.exchange([(name, tuple(value.shape), value.dtype) for name, value in numbered.items()])
+    everything = {}
+    for rank, layout in enumerate(layouts):
+        for name, shape, dtype in layout:
+            here = numbered[name] if rank == team.rank else torch.empty(shape, dtype=dtype)
+            everything[name] = team.send(rank, here).to(device)
+    return everything
 
 
 def _state(team: Ranks, state: Any, everybody: list[Left]) -> Any:

@@ -20,7 +20,7 @@ from plausible.core.weights import clone, num_bytes
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.checkpoint import Checkpointer
 from plausible.engine.interrupt import Interrupt
-from plausible.engine.method import Fitted, Method, Plan, Run, Stage
+from plausible.engine.method import DivergenceError, Fitted, Method, Plan, Run, Stage
 from plausible.engine.monitoring import Monitor
 from plausible.engine.policy import Mode
 from plausible.engine.progress import Progress
@@ -31,15 +31,6 @@ from plausible.engine.stopping import Stopping
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
-
-
-class DivergenceError(ArithmeticError):
-    """Training met NaN or infinity. `step` and `term` say where; `posterior` is that of the last good state, or None."""
-
-    def __init__(self, message: str, step: int, term: str):
-        super().__init__(message)
-        self.step, self.term = step, term
-        self.posterior: Any = None
 
 
 class _Mark(NamedTuple):
@@ -172,7 +163,7 @@ class Loop:
     def _stepper(self, resumed: checkpoints.Resumed | None) -> Stepper:
         """The step, compiled or captured as the mode says; of a stage that samples, whose kernels are compiled, as it stands."""
         if self.stage.traits.verb != "iterate":
-            used = getattr(self.run.prepared, "mode", "eager")
+            used: Any = getattr(self.run.prepared, "mode", "eager")
             self.mode = self.mode if resumed is not None else used
             stepper: Stepper = Eager(self.stage.step, self.model, self.run, self.state, self.source)
         else:

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
 
 
+class DivergenceError(ArithmeticError):
+    """Training met NaN or infinity. `step` and `term` say where; `posterior` is that of the last good state, or None."""
+
+    def __init__(self, message: str, step: int, term: str):
+        super().__init__(message)
+        self.step, self.term = step, term
+        self.posterior: Any = None
+
+
 class Registry(MutableMapping[str, "type[Method]"]):
     """Name → class. Whoever asks it finds all methods of the library: `discover` imports them then."""
 

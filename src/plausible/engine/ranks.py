@@ -9,7 +9,6 @@ split ensemble need nobody else. Single chains share each gradient: see `plausib
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import logging
@@ -32,7 +31,7 @@ from plausible.core.model import Model
 from plausible.core.weights import Weights
 from plausible.engine import gathering
 from plausible.engine.checkpoint import Checkpoint, Resumed, differences
-from plausible.engine.method import Method, Plan, Run
+from plausible.engine.method import DivergenceError, Method, Plan, Run
 from plausible.engine.policy import Mode
 from plausible.engine.source import Source
 
@@ -301,38 +300,6 @@ class SplitMembers(Ranks):
         return resumed
 
 
-def assemble(method: Method) -> Team:
-    """The processes that run this fit together: those of `torch.distributed`, where there are several, or this one alone.
-
-    Under `torchrun` (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the process group is initialised where that has not
-    been done: gloo for the CPU, NCCL for CUDA. PLAUSIBLE_RANKS=alone in the environment makes every process fit for itself.
-    """
-    wish = os.environ.get("PLAUSIBLE_RANKS", "together")
-    if wish not in ("together", "alone"):
-        raise ValueError(f"PLAUSIBLE_RANKS={wish!r} in the environment: use 'together' (the default) or 'alone'")
-    if wish == "alone" or not dist.is_available():
-        return Team()
-    if not dist.is_initialized():
-        launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-        if not launched or int(os.environ["WORLD_SIZE"]) < 2:
-            return Team()
-        cuda = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        atexit.register(_leave)
-    if dist.get_world_size() < 2:
-        return Team()
-    if method.members is None:
-        from plausible.engine.data_parallel import DividedBatches
-
-        return DividedBatches(method)
-    if not hasattr(method, "part"):
-        raise TypeError(
-            f"{type(method).__name__} has members but no part(numbers) that says how to run some of them: it cannot be split "
-            "over ranks; set PLAUSIBLE_RANKS=alone to run it whole in every process"
-        )
-    return SplitMembers(method)
-
-
 def local_rank() -> int:
     """The number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -341,7 +308,7 @@ def local_rank() -> int:
 _groups: dict[int, tuple[Any, Any]] = {}
 
 
-def _leave() -> None:
+def leave() -> None:
     """Give the groups back while the interpreter still runs, so that their threads end here.
 
     A thread of gloo's that lets go of the last tensor of a message after the interpreter has begun to end aborts the process.
@@ -370,8 +337,6 @@ class _Quiet(logging.Filter):
 
 def _as_error(rank: int, error: tuple[str, dict[str, Any]]) -> Exception:
     """What the others raise when a rank has failed."""
-    from plausible.engine.loop import DivergenceError
-
     message, where = error
     text = f"rank {rank} failed, and with it this run: {message}"
     return DivergenceError(text, **where) if message.startswith("DivergenceError") else RankError(text)

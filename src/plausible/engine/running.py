@@ -87,7 +87,8 @@ def _run_stage(
     resumed: Resumed | None,
     team: Team,
 ) -> tuple[Model, Run[Any], Fitted]:
-    plan, held = _plan(stage, data), None
+    held: Data | None = None
+    plan = _plan(stage, data)
     if plan.holdout:
         data, held = data.split(plan.holdout, options.seed)
         plan = _plan(stage, data)

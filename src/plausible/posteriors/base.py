@@ -289,7 +289,8 @@ def check_draws(draws: int | None) -> int | None:
 
 def record_of(fitted: Fitted) -> dict[str, Any]:
     """What a posterior remembers of its run."""
-    return {name: getattr(fitted, name) for name in ("history", "steps", "seconds", "mode", "interrupted")}
+    record = {name: getattr(fitted, name) for name in ("history", "steps", "seconds", "mode", "interrupted")}
+    return {**record, "stages": [list(stage) for stage in fitted.stages]}
 
 
 def data_for(model: Model, data: Any, mask: Any = None) -> Data:

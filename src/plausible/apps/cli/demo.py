@@ -40,6 +40,7 @@ from plausible.apps.report.words import percent
 from plausible.core import serialise
 from plausible.core.likelihoods import Categorical, Gaussian, Likelihood
 from plausible.core.storage import write_atomically
+from plausible.engine.method import summary
 from plausible.methods import Method
 from plausible.posteriors.base import Posterior
 
@@ -213,11 +214,10 @@ def entries(known: Sequence[Entry]) -> list[Entry]:
     for name, kind in methods.registry.items():
         if name in {entry.key for entry in known} or kind.__module__.startswith("plausible."):
             continue
-        start = None if kind.traits.trains else "map"  # what does not train needs a trained network
         try:
-            chosen.append(Entry(name, name, methods.create(name), kind.summary(), start))
+            chosen.append(Entry(name, name, methods.create(name), summary(kind), None))
         except Exception as error:
-            chosen.append(Entry(name, name, None, kind.summary(), start, one_line(error)))
+            chosen.append(Entry(name, name, None, summary(kind), None, one_line(error)))
     return chosen
 
 

@@ -96,24 +96,23 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 def methods() -> None:
     """All registered methods, a line each."""
     from plausible import methods as known
+    from plausible.engine.method import summary
 
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("method", "kind", "what it does"):
         table.add_column(heading)
     for name, method_class in sorted(known.registry.items()):
-        table.add_row(name, kind(method_class), method_class.summary())
+        table.add_row(name, kind(method_class), summary(method_class))
     console().print(table)
     console().print("plausible methods NAME shows the settings; plausible fit --method NAME --set key=value uses them")
 
 
 def kind(method_class: Any) -> str:
     """Combinator, sampler, optimiser …: from the settings and the declared traits."""
-    if "method" in {field.name for field in dataclasses.fields(method_class)}:
+    if isinstance(method_class.traits, property) or "method" in {field.name for field in dataclasses.fields(method_class)}:
         return "combinator"
-    if not method_class.traits.trains:
-        return "post hoc"
     thins = {"burn_in", "thin"} & {field.name for field in dataclasses.fields(method_class)}
-    return "sampler" if thins or method_class.verb == "sample" else "optimiser"
+    return "sampler" if thins or method_class.traits.verb == "sample" else "optimiser"
 
 
 def method(name: str) -> None:

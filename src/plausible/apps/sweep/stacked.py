@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.apps.sweep.grid import Recipe, Settings, applied, filled, stackable
 from plausible.core import random
-from plausible.core.data import Batch, Data
+from plausible.core.data import Batch
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
 from plausible.core.transforms import closed_over
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
-from plausible.engine.method import Method, Plan
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.mixture import MixturePosterior
 
@@ -44,17 +44,14 @@ class Stacked(Method):
     method: Method
     settings: tuple[Settings, ...]
 
-    shares_batches: ClassVar[bool] = True
-
     @property
     def members(self) -> int:  # type: ignore[override]
         """How many settings."""
         return len(self.settings)
 
     @property
-    def keeps_draws(self) -> bool:  # type: ignore[override]
-        """As the method."""
-        return self.method.keeps_draws
+    def traits(self) -> Traits:  # type: ignore[override]
+        return replace(self.method.traits, shares_batches=True)
 
     def one(self, model: Model, k: int) -> tuple[Method, Model]:
         """Member k: its method and its model."""
@@ -71,17 +68,16 @@ class Stacked(Method):
         own = {name: value for name, value in self.settings[0].items() if _of_method(name)}
         return applied(Recipe(self.method, None), own).method  # type: ignore[arg-type]
 
-    def prepare(self, model: Model, data: Data) -> Model:
-        """As the members ask."""
-        method, own = self.one(model, 0)
-        return model.with_prepared(method.prepare(own, data).prepared)
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        method, first = self.one(model, 0)
+        return method.prepare(first, run)
 
-    def start(self, model: Model, key: Tensor) -> StackedState:
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> StackedState:
         """The members' states, stacked; refused where memory cannot hold them."""
         states = []
         for k in range(self.members):
             method, own = self.one(model, k)
-            states.append(method.start(own, random.fold(key, k)))
+            states.append(method.start(own, run, random.fold(key, k)))
             if k == 0:
                 held = self.members * (2 * num_bytes(states[0]) + 3 * num_bytes(model.initial))
                 require_memory(held, key.device, f"{self.members} settings of one network; use fewer at once (at_once=…)")
@@ -94,32 +90,34 @@ class Stacked(Method):
         }
         return StackedState(stack(states), values)
 
-    def step(self, model: Model, state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
         """All members at once; what is logged is the mean over those that are finite."""
         base = Recipe(self._shaped, model.prior, model.temperature)
 
         def member(inner: Any, values: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
             recipe = filled(base, values)
-            return recipe.method.step(model.with_settings(recipe.prior, recipe.temperature), inner, batch)
+            return recipe.method.step(model.with_settings(recipe.prior, recipe.temperature), run, inner, batch)
 
         plain = contextlib.nullcontext() if torch.compiler.is_compiling() else closed_over()
         with plain:
             inner, info = torch.func.vmap(member, randomness="different")(state.inner, state.values)
         return StackedState(inner, state.values), _finite_means(info)
 
-    def looped_step(self, model: Model, state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
+    def looped_step(
+        self, model: Model, run: Run[Any], state: StackedState, batch: Batch
+    ) -> tuple[StackedState, dict[str, Tensor]]:
         """One after the other, where vmap has no rule."""
         found = []
         for k in range(self.members):
             method, own = self.one(model, k)
-            found.append(method.step(own, index(state.inner, k), batch))
+            found.append(method.step(own, run, index(state.inner, k), batch))
         return StackedState(stack([new for new, _ in found]), state.values), _finite_means(stack([i for _, i in found]))
 
-    def kept(self, model: Model, state: StackedState) -> Weights:
+    def kept(self, model: Model, run: Run[Any], state: StackedState) -> Weights:
         """Those of all members, in turn."""
-        return concatenate([self.method.kept(model, index(state.inner, k)) for k in range(self.members)])
+        return concatenate([self.method.kept(model, run, index(state.inner, k)) for k in range(self.members)])
 
-    def posterior(self, model: Model, fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         """The members' posteriors, as the parts of a mixture."""
         parts = []
         for k in range(self.members):
@@ -128,7 +126,7 @@ class Stacked(Method):
             if fitted.draws is not None:
                 store = MemoryDraws(fitted.draws.get(range(k, len(fitted.draws), self.members), model_device(model)))
             alone = fitted._replace(state=index(fitted.state.inner, k), draws=store, history={})
-            parts.append(method.posterior(own, alone))  # the history is the mean over members, and none of theirs
+            parts.append(method.posterior(own, run, alone))  # the history is the mean over members, and none of theirs
         return MixturePosterior.of(self, model, fitted, parts)
 
 

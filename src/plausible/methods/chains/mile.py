@@ -92,7 +92,8 @@ class Members(Stacked):
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> MembersState:
         given = torch.full((self.members,), run.starts is not None, device=key.device)
-        return MembersState(*super().start(model, run, key), given)
+        state: MAPState = super().start(model, run, key)
+        return MembersState(state.weights, state.buffers, state.optimiser, state.step, given)
 
     def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, dict[str, Tensor]]:
         return self._held(model, state, *super().step(model, run, state.inner, batch))
@@ -106,7 +107,7 @@ class Members(Stacked):
         self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]
     ) -> tuple[MembersState, dict[str, Tensor]]:
         held = {name: model.initial[name].expand_as(new.weights[name]).clone() for name in model.points}
-        return MembersState(*new._replace(weights={**new.weights, **held}), state.over), info
+        return MembersState({**new.weights, **held}, new.buffers, new.optimiser, new.step, state.over), info
 
     def finished(self, state: MembersState) -> bool:
         return bool(state.over.all())
