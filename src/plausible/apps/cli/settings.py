@@ -62,6 +62,6 @@ def build(name: str, options: Mapping[str, Any], extras: Iterable[str] = ()) -> 
         if key in settings:
             raise ValueError(f"{key} is given twice: by --set and by --{key.replace('_', '-')}")
         settings[key] = value
-    from plausible.methods.assembling import assemble
+    from plausible.apps.assembling import assemble
 
     return assemble(name, settings)

@@ -53,8 +53,8 @@ class Candidate:
 
     def build(self) -> Any:
         """The method itself."""
+        from plausible.apps.assembling import assemble
         from plausible.core import serialise
-        from plausible.methods.assembling import assemble
 
         decoded = {k: serialise.decode(v) if isinstance(v, Mapping) else v for k, v in self.settings.items()}
         return assemble(self.method, decoded)

@@ -43,10 +43,10 @@ class SweepFile:
 
     def run(self, **options: Any) -> Any:
         """The sweep itself; `options` go to `plausible.sweep` (device, out, compile, precision, progress)."""
+        from plausible.apps.assembling import assemble
         from plausible.apps.sweep.running import sweep
         from plausible.apps.tables import mlp
         from plausible.core import likelihoods, optimisers, priors, schedules
-        from plausible.methods.assembling import assemble
 
         train, held = self.data()
         homes = (optimisers, schedules)
