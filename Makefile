@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PLAUSIBLE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: setup demo test test-slow lint bench reproduce clean
+.PHONY: setup demo test test-slow lint bench docs reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plausible needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -34,6 +34,9 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .mypy_cache
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 reproduce: $(STAMP)
 	$(BIN)/python -m experiments $(NAME)

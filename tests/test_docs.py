@@ -188,7 +188,17 @@ def defaults(cls: type) -> dict[str, Any]:
 
 def value(cell: str) -> Any:
     """A default as it is written in a table: `Cosine(5e-3)`."""
-    return eval(cell.strip("`"), {**vars(methods), **vars(schedules), **vars(optimisers), "math": math})
+    known = {cls.__name__: cls for cls in methods.registry.values()}
+    return eval(cell.strip("`"), {**known, **vars(schedules), **vars(optimisers), "math": math})
+
+
+def test_what_is_generated_is_not_stale() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import generate
+    finally:
+        sys.path.pop(0)
+    assert generate.stale() == [], "run `make docs`"
 
 
 def test_readme_lists_the_methods_that_are_registered() -> None:

@@ -3,7 +3,12 @@
 Names are imported when they are first used, so that the command line answers `--help` without loading PyTorch.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import Any
 
 from plausible._version import __version__ as __version__
@@ -72,3 +77,21 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__getattr__("__all__"), *_EXTRAS})
+
+
+class _Rooms(MetaPathFinder, Loader):
+    """Lets `from plausible.metrics import …` work too, wherever in the layers that module lives."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+        package, _, name = fullname.rpartition(".")
+        elsewhere = package == "plausible" and _MODULES.get(name, name) != name
+        return spec_from_loader(fullname, self) if elsewhere else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(f"plausible.{_MODULES[spec.name.rpartition('.')[2]]}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has been run where it lives."""
+
+
+sys.meta_path.append(_Rooms())

@@ -22,7 +22,8 @@ from plausible.apps.tables import mlp
 from plausible.core import likelihoods, priors
 from plausible.engine import DivergenceError
 from plausible.fitting import fit
-from plausible.methods import MAP, Ensemble
+from plausible.methods.ensembles.ensemble import Ensemble
+from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
