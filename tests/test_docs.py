@@ -24,6 +24,7 @@ import typer
 from typer.testing import CliRunner
 
 import plausible as pl
+from experiments.command import app as experiments
 from plausible import methods, optimisers, schedules
 from plausible.apps.cli import app
 from plausible.apps.sweep import files as sweep_files
@@ -281,6 +282,7 @@ def test_command_line_page_has_every_option() -> None:
     text = (ROOT / "docs/command-line.md").read_text()
     group: Any = typer.main.get_command(app)
     known = {"--help", "--version", "--install-completion", "--show-completion"}
+    known |= {option for parameter in typer.main.get_command(experiments).params for option in parameter.opts}
     for command in group.commands.values():
         assert f"`plausible {command.name}" in text
         for parameter in command.params:
