@@ -282,7 +282,7 @@ def test_command_line_page_has_every_option() -> None:
     text = (ROOT / "docs/command-line.md").read_text()
     group: Any = typer.main.get_command(app)
     known = {"--help", "--version", "--install-completion", "--show-completion"}
-    known |= {option for parameter in typer.main.get_command(experiments).params for option in parameter.opts}
+    known |= {option for parameter in typer.main.get_command(experiments).params for option in (*parameter.opts, *parameter.secondary_opts)}
     for command in group.commands.values():
         assert f"`plausible {command.name}" in text
         for parameter in command.params:
