@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.core import random
 from plausible.core.data import as_data
+from plausible.engine.method import Run
 from plausible.engine.policy import Mode
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, make
@@ -78,10 +79,11 @@ def ours(
     )
     single = single or pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
     method = single if members is None else pl.Ensemble(single, members=members)
-    plan = method.plan(len(x))
-    model = method.prepare(model.for_run(num_data=len(x), steps=plan.steps, seed=0), data)
-    source = Source(data, plan, seed=0, members=members)
-    stepper, used = make(mode, method.step, model, method.start(model, random.key(0, device=x.device)), source)
+    stage = method.stages()[0]
+    of_run = Run.alone(stage, model, data)
+    source = Source(data, stage.plan(len(x)), seed=0, members=members)
+    state = stage.start(model, of_run, random.key(0, device=x.device))
+    stepper, used = make(mode, stage.step, model, of_run, state, source)
     if used != mode:
         raise RuntimeError(f"asked for {mode} steps and got {used} ones")
     position = 0

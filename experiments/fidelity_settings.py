@@ -19,6 +19,7 @@ from plausible.engine.method import Method
 from plausible.methods import registry
 from plausible.methods.chains.base import Chains
 from plausible.methods.chains.nuts import NUTS
+from plausible.testing import quick
 
 PROBLEMS = ("linear", "gap", "moons", "boston")
 STEPS = {"linear": 500, "gap": 1500, "moons": 1000, "boston": 800}
@@ -97,7 +98,7 @@ MAKERS: dict[str, Maker] = {
 def methods(problem: str, size: Size) -> dict[str, Method]:
     """All registered methods, and some put together, with their settings for this problem."""
     if size == "tiny":
-        return {name: MAKERS[name](problem).quick() for name in ("map", "laplace", "mean-field")}
+        return {name: quick(MAKERS[name](problem)) for name in ("map", "laplace", "mean-field")}
     names = [name for name in MAKERS if name in registry or name in ("laplace-full", "ensemble-laplace")]
     found = {name: MAKERS[name](problem) for name in names}
     found |= {name: _defaults(name) for name in sorted(registry) if name not in found}

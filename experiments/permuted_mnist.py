@@ -40,6 +40,7 @@ from plausible.core.schedules import Cosine
 from plausible.fitting import choose_device, fit
 from plausible.methods import MAP, Laplace, Method
 from plausible.posteriors.base import Posterior
+from plausible.testing import quick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -241,7 +242,7 @@ def cell(name: str) -> Cell:
     method, ways = METHODS[name]
     found: dict[Size, Sequential] = {}
     for size, changes in SMALLER.items():
-        own = method if size != "tiny" else method.quick()
+        own = method if size != "tiny" else quick(method)
         found[size] = replace(Sequential(own, **ways), **changes)  # type: ignore[arg-type]
     return Cell(name, run, found)
 

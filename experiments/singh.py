@@ -23,14 +23,15 @@ from plausible.core import random
 from plausible.core.optimisers import SGD
 from plausible.core.priors import Gaussian, ScaleMixture
 from plausible.core.serialise import register
-from plausible.core.weights import Weights
+from plausible.core.weights import Weights, select
 from plausible.methods import MeanField
-from plausible.methods.variational.mean_field import MeanFieldState
+from plausible.methods.variational.bound import RHO
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from plausible.core.model import Model
+    from plausible.engine.method import Run
 
 
 @register(name="reproductions.Backprop")  # the name in the stored results
@@ -46,15 +47,14 @@ class Backprop(MeanField):
     rho_range: tuple[float, float] = (-5.0, -4.0)
     counts: tuple[float, ...] = (1.0, 1.0, 1.0)
 
-    def start(self, model: Model, key: Tensor) -> MeanFieldState:
+    def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
         """Uniform means and ρ."""
-        state = super().start(model, key)
-        like = {name: state.weights[name] for name in model.random}
+        like = select(model.initial, model.random)
         first, second = (random.uniform(random.fold(key, 31 + k), 0, like) for k in range(2))
         low, high = self.rho_range
         means = {name: self.mean_range * (2 * value - 1) for name, value in first.items()}
-        rhos = {name: low + (high - low) * value for name, value in second.items()}
-        return state._replace(weights={**state.weights, **means}, rhos=rhos)
+        rhos = {RHO + name: low + (high - low) * value for name, value in second.items()}
+        return {**super().parameters(model, run, key), **means, **rhos}
 
     def _closed(self, model: Model, means: Weights, scales: Weights) -> tuple[Tensor, tuple[str, ...]]:
         kl, rest = super()._closed(model, means, scales)

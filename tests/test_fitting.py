@@ -306,7 +306,7 @@ def test_a_model_is_taken_as_it_is() -> None:
     before = copy.deepcopy(model.initial)
     fit(model, (X, Y), pl.Ensemble(SHORT, members=2))
     assert all(torch.equal(before[name], model.initial[name]) for name in before)
-    assert (model.num_data, model.steps) == (N, 1)
+    assert model.num_data == N
 
 
 @pytest.mark.parametrize(
@@ -426,8 +426,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for bad in (mlp(), {"0.weight": X}, "run"):
         with pytest.raises(TypeError, match="init must be an earlier Posterior"):
             start_of(bad)
-    model = continuing(first.model, first)
-    assert model.initial_draws is not None
+    model, starts = continuing(first.model, first)
+    assert set(starts) == {*model.initial, *model.buffers}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

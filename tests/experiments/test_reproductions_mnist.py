@@ -17,8 +17,9 @@ from experiments import load, mnist
 from experiments.frame import Request
 from experiments.singh import Backprop, layers
 from plausible.blocks.variational import entropy
-from plausible.core.data import Batch
+from plausible.core.data import ArrayData, Batch
 from plausible.core.model import Model
+from plausible.engine.method import Run
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +135,11 @@ def stepped(counts: tuple[float, ...]) -> tuple[float, dict[str, torch.Tensor]]:
     network = mnist.network(mnist.Classifier(pl.MeanField(), units=3))
     batch = Batch(torch.randn(4, 784), torch.randint(10, (4,)))
     model = Model.build(network, pl.likelihoods.Categorical(), pl.priors.Gaussian(1.0), batch, num_data=4)
-    model = model.for_run(num_data=4, steps=1, seed=0)
     method = Backprop(epochs=1, batch_size=4, counts=counts, estimator="weights", lr=0.1)
-    state = method.start(model, torch.tensor([1, 2]))
+    run = Run.alone(method, model, ArrayData(batch, 4))
+    state = method.start(model, run, torch.tensor([1, 2]))
     scales = {name: F.softplus(rho) for name, rho in state.rhos.items()}
-    _, info = method.step(model, state, batch)
+    _, info = method.step(model, run, state, batch)
     return float(info["kl"]), scales
 
 
@@ -155,7 +156,8 @@ def test_the_start_is_uniform_as_in_the_original_code() -> None:
     network = mnist.network(mnist.Classifier(pl.MeanField(), units=100))
     batch = Batch(torch.randn(4, 784), torch.randint(10, (4,)))
     model = Model.build(network, pl.likelihoods.Categorical(), pl.priors.Gaussian(1.0), batch, num_data=4)
-    states = [Backprop().start(model, torch.tensor([1, k])) for k in range(2)]
+    run = Run.alone(Backprop(), model, ArrayData(batch, 4))
+    states = [Backprop().start(model, run, torch.tensor([1, k])) for k in range(2)]
     mean, rho = states[0].weights["0.weight"], states[0].rhos["0.weight"]
     count = mean.numel()
     assert float(mean.abs().max()) <= 0.2

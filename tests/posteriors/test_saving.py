@@ -21,7 +21,7 @@ from plausible.core import storage
 from plausible.core.serialise import Opaque
 from plausible.core.storage import DiskDraws, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, clone, index, stack
-from plausible.engine.method import Method
+from plausible.engine.method import Method, Traits
 from plausible.posteriors import saving
 from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.draws import DrawsPosterior
@@ -702,9 +702,9 @@ class Cloud(pl.MAP):
 
     width: float = field(default=0.1)
     name: ClassVar[str] = ""
-    keeps_draws: ClassVar[bool] = False
+    traits: ClassVar[Traits] = replace(pl.MAP.traits, keeps_draws=False)
 
-    def posterior(self, model: pl.Model, fitted: Any) -> Posterior:
+    def posterior(self, model: pl.Model, run: Any, fitted: Any) -> Posterior:
         return CloudPosterior(
             self, model, record_of(fitted), clone({**fitted.state.weights, **fitted.state.buffers}), self.width
         )
