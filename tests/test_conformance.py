@@ -13,7 +13,8 @@ import plausible as pl
 from plausible import testing
 from plausible.core import random
 from plausible.core.weights import Weights, clone
-from plausible.engine.method import Fitted, Method, Plan, Run, Traits, registry
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.methods import registry
 from plausible.posteriors.draws import DrawsPosterior
 
 METHODS = {name: cls.conforming() for name, cls in registry.items()}

@@ -586,7 +586,7 @@ import plausible as pl
 from plausible.core import storage
 
 torch.set_num_threads(1)
-import plausible.fitting, plausible.posteriors.saving  # before forking: what the children would each import
+import plausible.core.draws, plausible.fitting, plausible.posteriors.saving  # before forking: what the children would each import
 if sys.argv[2] == "ensemble":
     import torch._dynamo
 os.fsync = lambda _: None
@@ -613,6 +613,7 @@ def fit(checkpoint, length, callbacks=()):
     elif kind == "laplace":
         method = pl.Laplace(tune="layer", mode=pl.MAP(epochs=length, batch_size=8, lr=0.02))
     elif kind == "refined":
+        plausible.core.draws.NUMBERS = 4 * 33  # draws in groups of four
         method = pl.Refined(epochs=length, batch_size=None, refinements=2, draws_kept=20, further=5)
     elif kind == "mile":
         method = pl.MILE(mode=pl.MAP(epochs=length, batch_size=None), chains=2, warmup=40, draws=20)

@@ -260,7 +260,9 @@ class Loop:
         if self.plan.keeps(number):
             self.state = stepper.state
             self._keep()
-        return interrupt.requested and self.team.size == 1  # several ranks stop between segments, at the same step
+        if self.team.size > 1:
+            return False  # several ranks stop between segments, at the same step
+        return interrupt.requested or (self.stage.traits.verb != "iterate" and self.stage.finished(stepper.state))
 
     def _keep(self) -> None:
         if not self.team.keeps:
