@@ -773,6 +773,7 @@ def test_a_process_killed_at_every_write_ends_with_the_same_bits(kind: str, leng
 
 
 @forking
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["laplace", "refined", "mile"])
 def test_a_process_killed_in_a_later_stage_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     found = _killed("killed_in_every_later_stage", kind, tmp_path, length=20, steps=5)
