@@ -13,7 +13,8 @@ import plausible as pl
 from plausible import testing
 from plausible.core import random
 from plausible.core.weights import Weights, clone
-from plausible.engine.method import Method, Plan, Traits, registry
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.methods import registry
 from plausible.posteriors.draws import DrawsPosterior
 
 METHODS = {name: cls.conforming() for name, cls in registry.items()}
@@ -55,22 +56,18 @@ class Walk(Method):
     scale: float = 0.12
     broken: bool = False
 
-    traits: ClassVar[Traits] = Traits(exact=True, chaotic=True, mixed_precision=False)
-    verb = "sample"
+    traits: ClassVar[Traits] = Traits(verb="sample", mixed_precision=False)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         thin = 5 if self.draws_kept > 100 else 1
         return Plan(steps=thin * self.draws_kept + 200, per_epoch=100, batch_size=None, burn_in=200, thin=thin)
 
-    def quick(self) -> Walk:
-        return replace(self, draws_kept=20)
-
-    def start(self, model: pl.Model, key: Tensor) -> WalkState:
+    def start(self, model: pl.Model, run: Run[Any], key: Tensor) -> WalkState:
         return WalkState(
             clone(model.initial), clone(model.buffers), torch.tensor(-torch.inf), key, torch.zeros((), dtype=torch.int64)
         )
 
-    def step(self, model: pl.Model, state: WalkState, batch: pl.Batch) -> tuple[WalkState, dict[str, Tensor]]:
+    def step(self, model: pl.Model, run: Run[Any], state: WalkState, batch: pl.Batch) -> tuple[WalkState, dict[str, Tensor]]:
         noise = random.normal(state.key, state.step, state.weights)
         level = random.uniform(random.fold(state.key, 1), state.step, torch.zeros(1)).log().squeeze()
         proposal = {n: w + self.scale * noise[n] for n, w in state.weights.items()}
@@ -80,7 +77,7 @@ class Walk(Method):
         kept = torch.where(accept, value, state.log_joint)
         return state._replace(weights=weights, log_joint=kept, step=state.step + 1), {"log_joint": kept}
 
-    def posterior(self, model: pl.Model, fitted: Any) -> pl.Posterior:
+    def posterior(self, model: pl.Model, run: Run[Any], fitted: Fitted) -> pl.Posterior:
         return DrawsPosterior.of(self, model, fitted)
 
 
@@ -99,10 +96,10 @@ class ColdSGLD(pl.SGLD):
 
     name: ClassVar[str] = ""
 
-    def step(self, model: pl.Model, state: Any, batch: pl.Batch) -> Any:
+    def step(self, model: pl.Model, run: Run[Any], state: Any, batch: pl.Batch) -> Any:
         return replace(
             pl.SGLD(**{f: getattr(self, f) for f in ("epochs", "batch_size", "lr", "burn_in", "thin")}), temperature=0.1
-        ).step(model, state, batch)
+        ).step(model, run, state, batch)
 
 
 def test_a_sampler_with_the_wrong_temperature_fails() -> None:

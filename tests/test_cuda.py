@@ -16,9 +16,10 @@ from plausible.core import random
 from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone, tensors
-from plausible.engine.method import registry
+from plausible.engine.method import Run
 from plausible.engine.source import Source
 from plausible.engine.stepper import Captured, Eager
+from plausible.methods import registry
 from plausible.testing import LinearGaussian
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -41,12 +42,12 @@ def test_captured_steps_equal_eager_steps(compiled: bool, members: int | None, b
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=300, device=device)
     single = pl.MAP(epochs=50, batch_size=batch_size, lr=pl.schedules.Cosine(1e-2))
     method = single if members is None else pl.Ensemble(single, members=members)
-    plan = method.plan(300)
-    model = model.for_run(num_data=300, steps=plan.steps, seed=0)
-    source = Source(data, plan, seed=0, members=members)
-    state = method.start(model, random.key(0, device=device))
-    eager = Eager(method.step, model, clone(state), source)
-    captured = Captured(method.step, model, clone(state), source, compiled=compiled)
+    stage = method.stages()[0]
+    run = Run.alone(stage, model, data)
+    source = Source(data, stage.plan(300), seed=0, members=members)
+    state = stage.start(model, run, random.key(0, device=device))
+    eager = Eager(stage.step, model, run, clone(state), source)
+    captured = Captured(stage.step, model, run, clone(state), source, compiled=compiled)
     infos = [stepper.advance(0, 12, lambda _: False) for stepper in (eager, captured)]
     for a, b in zip(tensors(eager.state), tensors(captured.state)):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)

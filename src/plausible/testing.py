@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.core import random
-from plausible.engine.method import Method, Run, Stage, create, registry
+from plausible.engine.method import Method, Run, Stage
+from plausible.methods import create, registry
 from plausible.posteriors.base import Posterior
 
 Z = 5.0

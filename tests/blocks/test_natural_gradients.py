@@ -19,6 +19,7 @@ from plausible.core import random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone, tensors
+from plausible.engine.method import Run
 from plausible.methods.natural.base import in_parts
 from plausible.methods.natural.vogn import OUTPUTS, gauss_newton, squared_gradients
 from plausible.testing import LinearGaussian
@@ -280,31 +281,33 @@ def test_a_learned_noise(kind: Any) -> None:
 # Batches in parts, weights without gradients, types
 
 
-def _built(method: Any, net: nn.Module, data: tuple[Tensor, Tensor], **settings: Any) -> tuple[pl.Model, Any, Batch]:
-    batch = as_data(data, dtype=next(net.parameters()).dtype, device="cpu").all()
+def _built(method: Any, net: nn.Module, data: tuple[Tensor, Tensor], **settings: Any) -> tuple[pl.Model, Run[Any], Any, Batch]:
+    given = as_data(data, dtype=next(net.parameters()).dtype, device="cpu")
+    batch = given.all()
     model = pl.Model.build(net, likelihoods.Gaussian(scale=0.5), priors.Gaussian(), batch, num_data=len(batch.y), **settings)
-    model = model.for_run(num_data=len(batch.y), steps=10, seed=0)
-    return model, method.start(model, random.key(0)), batch
+    run = replace(Run.alone(method, model, given), steps=10)
+    return model, run, method.start(model, run, random.key(0)), batch
 
 
 @pytest.mark.parametrize("kind", [pl.IVON, pl.VOGN])
 @pytest.mark.parametrize("prior", [priors.Gaussian(0.7), priors.Laplace(0.5)], ids=["gaussian", "laplace"])
 def test_parts_of_a_batch_give_what_the_batch_gives(kind: Any, prior: priors.Prior) -> None:
     x = torch.randn(11, 3).double()
-    model, _, batch = _built(kind(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), (x, x[:, :1]))
-    model = model._replace(prior=prior)
-    whole, parts = (kind(microbatches=parts).step(model, kind().start(model, random.key(0)), batch) for parts in (1, 4))
+    model, run, _, batch = _built(kind(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), (x, x[:, :1]))
+    model = replace(model, prior=prior)
+    whole, parts = (
+        kind(microbatches=parts).step(model, run, kind().start(model, run, random.key(0)), batch) for parts in (1, 4)
+    )
     for one, other in zip(tensors(whole), tensors(parts)):
         torch.testing.assert_close(one, other)
     assert len(tensors(in_parts(model, model.initial, batch, {}, 30).grads)) == 4  # no more parts than examples
 
 
 def test_parts_are_refused_where_ranks_divide_batches() -> None:
-    model, _, batch = _built(pl.IVON(), nn.Linear(3, 1), (torch.randn(8, 3), torch.randn(8, 1)))
-    model.team = object()  # type: ignore[attr-defined]
-    data = as_data((batch.x, batch.y), dtype=torch.float32, device="cpu")
+    model, run, state, batch = _built(pl.IVON(), nn.Linear(3, 1), (torch.randn(8, 3), torch.randn(8, 1)))
+    object.__setattr__(model, "team", object())
     with pytest.raises(ValueError, match="IVON: microbatches=2 with several ranks"):
-        pl.IVON(microbatches=2).prepare(model, data)
+        pl.IVON(microbatches=2).step(model, run, state, batch)
 
 
 class Mixed(nn.Module):
@@ -327,13 +330,13 @@ class Mixed(nn.Module):
 def test_several_types_and_weights_without_gradient(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(24, 3)
     method = kind(epochs=70, batch_size=None, beta2=0.9, lr=0.3, clip_radius=math.inf)
-    model, state, batch = _built(method, Mixed(), (x, x[:, :1]))
+    model, run, state, batch = _built(method, Mixed(), (x, x[:, :1]))
     assert {n: s.dtype for n, s in state.curvature.items() if n.endswith("weight")} == {
         "first.weight": torch.float32,
         "second.weight": torch.float32,
         "third.weight": torch.float64,
     }
-    new, _ = method.step(model, clone(state), batch)
+    new, _ = method.step(model, run, clone(state), batch)
     for part in ("weights", "momentum", "curvature"):
         assert {n: v.dtype for n, v in getattr(new, part).items()} == {n: v.dtype for n, v in getattr(state, part).items()}
     with caplog.at_level(logging.WARNING, "plausible"):

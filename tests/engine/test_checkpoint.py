@@ -380,7 +380,7 @@ def _rewrite(place: pl.Checkpoint, **changes: Any) -> None:
 
 def test_another_format_is_refused(started: pl.Checkpoint) -> None:
     _rewrite(started, format=99)
-    with pytest.raises(ValueError, match="has format 99, this version reads 2"):
+    with pytest.raises(ValueError, match="has format 99, this version reads 3"):
         _fit("map", checkpoint=started)
 
 
@@ -466,7 +466,7 @@ def test_only_one_state_is_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
 
 def test_a_second_checkpoint_of_the_same_step_never_touches_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = Checkpointer(pl.Checkpoint(tmp_path / "run"), {"seed": 1})
-    keeper.save(5, {"w": torch.ones(3)}, storage.DrawWriter(), {}, {}, finished=False)
+    keeper.save(5, {"state": {"w": torch.ones(3)}}, storage.DrawWriter(), {}, {}, finished=False)
 
     def die(*_: Any) -> None:
         raise Stop
@@ -474,7 +474,7 @@ def test_a_second_checkpoint_of_the_same_step_never_touches_the_first(tmp_path: 
     with monkeypatch.context() as patched:
         patched.setattr(storage, "write_json", die)
         with pytest.raises(Stop):
-            keeper.save(5, {"w": torch.zeros(3)}, storage.DrawWriter(), {}, {}, finished=True)
+            keeper.save(5, {"state": {"w": torch.zeros(3)}}, storage.DrawWriter(), {}, {}, finished=True)
     resumed = Checkpointer(pl.Checkpoint(tmp_path / "run"), {"seed": 1}).load(storage.DrawWriter())
     assert resumed is not None
     assert (resumed.step, resumed.finished) == (5, False)
@@ -544,7 +544,7 @@ def test_a_damaged_shard_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Mo
 
 MEMORY = """
 import resource, sys, torch, plausible as pl
-from plausible.storage import DrawWriter
+from plausible.core.storage import DrawWriter
 torch.set_num_threads(1)
 DrawWriter.SHARD_BYTES = 4 * 2**20
 net = torch.nn.Sequential(torch.nn.Linear(2, 100_000), torch.nn.Linear(100_000, 1))  # 1.6 MB a draw
@@ -583,10 +583,10 @@ import hashlib, json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 import plausible as pl
-from plausible import storage
+from plausible.core import storage
 
 torch.set_num_threads(1)
-import plausible.fitting, plausible.saving  # before forking: what the children would each import
+import plausible.core.draws, plausible.fitting, plausible.posteriors.saving  # before forking: what the children would each import
 if sys.argv[2] == "ensemble":
     import torch._dynamo
 os.fsync = lambda _: None
@@ -594,7 +594,7 @@ kind, folder, seed = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 storage.DrawWriter.SHARD_BYTES = 500
 
 
-def fit(checkpoint, length):
+def fit(checkpoint, length, callbacks=()):
     torch.manual_seed(0)
     x = torch.randn(30, 2)
     y = (x[:, :1] * x[:, 1:]).sin() + 0.2 * torch.randn(30, 1)
@@ -610,13 +610,23 @@ def fit(checkpoint, length):
     elif kind == "stream":
         method = pl.MAP(epochs=length, lr=0.01)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
-    posterior = pl.fit(net, data, method, seed=3, progress=False, compile=False, checkpoint=checkpoint)
-    stored = posterior.store.get(range(len(posterior.store)), "cpu")
+    elif kind == "laplace":
+        method = pl.Laplace(tune="layer", mode=pl.MAP(epochs=length, batch_size=8, lr=0.02))
+    elif kind == "refined":
+        plausible.core.draws.NUMBERS = 4 * 33  # draws in groups of four
+        method = pl.Refined(epochs=length, batch_size=None, refinements=2, draws_kept=20, further=5)
+    elif kind == "mile":
+        method = pl.MILE(mode=pl.MAP(epochs=length, batch_size=None), chains=2, warmup=40, draws=20)
+    if kind in ("laplace", "refined", "mile"):
+        net = torch.nn.Sequential(net[0], net[2], net[4])
+    posterior = pl.fit(net, data, method, seed=3, progress=False, compile=False, checkpoint=checkpoint, callbacks=callbacks)
+    (folder / "stages").write_text(json.dumps([steps for _, steps, _ in posterior.run["stages"]]))
+    stored = posterior.store.get(range(len(posterior.store)), "cpu") if hasattr(posterior, "store") else {}
     history = json.dumps(posterior.history, sort_keys=True).encode()
     return hashlib.sha256(storage.pack(stored)[0] + history + storage.pack({"f": posterior.functions(x)})[0]).hexdigest()
 
 
-def child(checkpoint, length, prepare=None):
+def child(checkpoint, length, prepare=None, callbacks=()):
     """Start a process that runs to its end and writes its result, if it lives."""
     result = folder / "result"
     result.unlink(missing_ok=True)
@@ -625,7 +635,7 @@ def child(checkpoint, length, prepare=None):
         try:
             if prepare is not None:
                 prepare()
-            result.write_text(fit(checkpoint, length))
+            result.write_text(fit(checkpoint, length, callbacks))
             os._exit(0)
         except BaseException:
             import traceback
@@ -709,6 +719,28 @@ def killed_at_every_event(length, steps):
     return {"equal": not different and result.read_text() == whole, "kills": k, "different": different}
 
 
+def killed_in_every_later_stage(length, steps):
+    """Die inside each stage behind the first, after two thirds of its steps, and resume."""
+    pid, result = child(None, length)
+    assert ended(pid)
+    whole, lengths, different, kills = result.read_text(), json.loads((folder / "stages").read_text()), [], 0
+    for number, count in enumerate(lengths):
+        if number == 0 or count < 2:
+            continue
+        at = sum(lengths[:number]) + max(1, 2 * count // 3)
+        place = pl.Checkpoint(folder / str(number), steps=max(1, count // steps))
+        pid, result = child(place, length, callbacks=[lambda step, _: step == at and os.kill(os.getpid(), signal.SIGKILL)])
+        assert not ended(pid), (number, lengths)
+        kills += 1
+        content = storage.read_json(folder / str(number) / "checkpoint.json")
+        assert content["record"]["stage"] == number, (content["record"]["stage"], number, lengths)
+        pid, result = child(place, length)
+        assert ended(pid)
+        if result.read_text() != whole:
+            different.append(number)
+    return {"equal": not different, "kills": kills, "different": different, "stages": lengths}
+
+
 length, steps = int(sys.argv[5]), int(sys.argv[6])
 print(json.dumps(globals()[sys.argv[1]](length, steps)))
 '''
@@ -738,6 +770,15 @@ def test_a_process_killed_at_every_write_ends_with_the_same_bits(kind: str, leng
     found = _killed("killed_at_every_event", kind, tmp_path, length=length, steps=3)
     assert found["equal"], found
     assert found["kills"] > 15
+
+
+@forking
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["laplace", "refined", "mile"])
+def test_a_process_killed_in_a_later_stage_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    found = _killed("killed_in_every_later_stage", kind, tmp_path, length=20, steps=5)
+    assert found["equal"], found
+    assert found["kills"] >= 1
 
 
 @forking

@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import plausible as pl
 from plausible.core import memory, storage
 from plausible.core.data import Batch, Order, as_data
+from plausible.core.passes import accumulate
 from plausible.core.weights import Weights, clone
-from plausible.engine import accumulate, loop
-from plausible.engine.method import Method, Plan
+from plausible.engine import loop
+from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.draws import DrawsPosterior
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -72,11 +73,11 @@ class Count(Method):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return Plan(self.steps, self.per_epoch, None, burn_in=self.burn_in, thin=self.thin)
 
-    def start(self, model: pl.Model, key: Tensor) -> CountState:
+    def start(self, model: pl.Model, run: Run[Any], key: Tensor) -> CountState:
         weights = {name: torch.zeros_like(value) for name, value in model.initial.items()}
         return CountState(weights, clone(model.buffers), torch.zeros((), dtype=torch.int64))
 
-    def step(self, model: pl.Model, state: CountState, batch: Batch) -> tuple[CountState, dict[str, Tensor]]:
+    def step(self, model: pl.Model, run: Run[Any], state: CountState, batch: Batch) -> tuple[CountState, dict[str, Tensor]]:
         if self.pause:
             time.sleep(self.pause)
         number = int(state.step) + 1
@@ -87,7 +88,7 @@ class Count(Method):
         info = {"height": term, "depth": -torch.tensor(float(number)) / 2}
         return CountState(weights, state.buffers, state.step + 1), info
 
-    def posterior(self, model: pl.Model, fitted: Any) -> pl.Posterior:
+    def posterior(self, model: pl.Model, run: Run[Any], fitted: Fitted) -> pl.Posterior:
         return DrawsPosterior.of(self, model, fitted)
 
 
@@ -256,7 +257,7 @@ def test_an_interrupt_inside_a_long_segment_stops_there(main_thread: None) -> No
 class Stuck(Count):
     """A step in which the user loses patience."""
 
-    def step(self, model: pl.Model, state: CountState, batch: Batch) -> tuple[CountState, dict[str, Tensor]]:
+    def step(self, model: pl.Model, run: Run[Any], state: CountState, batch: Batch) -> tuple[CountState, dict[str, Tensor]]:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
@@ -349,7 +350,7 @@ def test_a_bad_term_names_step_and_term_and_leaves_the_last_good_state(bad: int)
 
 
 def test_a_large_state_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop._Run, "TWO_MARKS", 0)
+    monkeypatch.setattr(loop.Loop, "TWO_MARKS", 0)
     with pytest.raises(pl.DivergenceError) as caught:
         _count(Count(steps=400, per_epoch=10, bad_term=100))
     assert _height(caught.value.posterior)[0] < 100
@@ -416,8 +417,8 @@ def test_the_member_that_diverged_is_named() -> None:
     class Fragile(pl.MAP):
         name: ClassVar[str] = ""
 
-        def step(self, model: Any, state: Any, batch: Any) -> Any:
-            new, info = super().step(model, state, batch)
+        def step(self, model: Any, run: Any, state: Any, batch: Any) -> Any:
+            new, info = super().step(model, run, state, batch)
             bad = (new.step >= 4) & (state.weights["weight"].sum() == largest)
             return new, {**info, "log_joint": torch.where(bad, torch.nan, info["log_joint"])}
 
@@ -432,23 +433,31 @@ def test_the_member_that_diverged_is_named() -> None:
 # Verbs
 
 
-def test_verbs_are_checked() -> None:
-    from plausible.engine import Options, iterate, sample
+def test_a_stage_that_samples_sees_all_data_and_one_that_iterates_sees_batches() -> None:
+    from plausible.engine import Options
+    from plausible.engine import run as run_method
+
+    sizes: list[int] = []
+
+    class Batched(Count):
+        def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+            return replace(super().plan(num_data, per_epoch), batch_size=5)
+
+        def step(self, model: pl.Model, run: Run[Any], state: CountState, batch: Batch) -> tuple[CountState, dict[str, Tensor]]:
+            sizes.append(len(batch.y))
+            return super().step(model, run, state, batch)
+
+    class Chain(Batched):
+        traits: ClassVar[Traits] = Traits(verb="sample")
 
     x, y = _data()
     data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(nn.Linear(2, 1), pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=20)
-    options = Options(compile=False, progress=False)
-    assert iterate(Count(), model, data, options).steps == 12
-    with pytest.raises(ValueError, match="steps over batches: use iterate"):
-        sample(Count(), model, data, options)
-
-    class Chain(Count):
-        verb = "sample"
-
-    assert sample(Chain(), model, data, options).steps == 12
-    with pytest.raises(ValueError, match="samples chains on the full data: use sample"):
-        iterate(Chain(), model, data, options)
+    for method, expected in ((Batched(), 5), (Chain(), 20)):
+        sizes.clear()
+        *_, fitted = run_method(method, model, data, Options(compile=False, progress=False))
+        assert fitted.steps == 12
+        assert sizes == [expected] * 12
 
 
 def test_compile_takes_three_values() -> None:

@@ -29,8 +29,8 @@ import plausible as pl
 from plausible.core import random, storage
 from plausible.core.data import Batch
 from plausible.core.weights import Weights, clone
-from plausible.engine import Checkpoint, ranks
-from plausible.engine.method import Method, Plan
+from plausible.engine import Checkpoint, data_parallel, ranks
+from plausible.engine.method import Method, Plan, Traits
 from plausible.engine.source import share
 from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.mixture import MixturePosterior
@@ -486,10 +486,10 @@ class Free(Method):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return Plan(20, 5, 10)
 
-    def start(self, model: pl.Model, key: Tensor) -> FreeState:
+    def start(self, model: pl.Model, run: Any, key: Tensor) -> FreeState:
         return FreeState(clone(model.initial), clone(model.buffers), torch.zeros((), dtype=torch.int64))
 
-    def step(self, model: pl.Model, state: FreeState, batch: Batch) -> tuple[FreeState, dict[str, Tensor]]:
+    def step(self, model: pl.Model, run: Any, state: FreeState, batch: Batch) -> tuple[FreeState, dict[str, Tensor]]:
         rank = int(os.environ.get("RANK", 0))
         if rank == 1 and int(state.step) == self.fails and self.way == "before":
             raise OSError("before the gradient")
@@ -514,7 +514,7 @@ class Free(Method):
         value = model.log_joint(weights, batch)
         return FreeState(weights, state.buffers, state.step + 1), {"log_joint": value}
 
-    def posterior(self, model: pl.Model, fitted: Any) -> pl.Posterior:
+    def posterior(self, model: pl.Model, run: Any, fitted: Any) -> pl.Posterior:
         return DrawsPosterior.of(self, model, fitted)
 
 
@@ -551,9 +551,9 @@ def test_a_rank_that_fails_within_a_step_does_not_leave_the_others_waiting(pair:
 class Kernel(Free):
     """Keeps no draws: its posterior is made of its state."""
 
-    keeps_draws = False
+    traits: ClassVar[Traits] = Traits(keeps_draws=False)
 
-    def posterior(self, model: pl.Model, fitted: Any) -> pl.Posterior:
+    def posterior(self, model: pl.Model, run: Any, fitted: Any) -> pl.Posterior:
         stacked = {name: value.unsqueeze(0) for name, value in fitted.state.weights.items()}
         return DrawsPosterior(self, model, {"history": {}}, storage.MemoryDraws(stacked))
 
@@ -590,8 +590,8 @@ def diverging(method: Method) -> tuple[str, int, str, int | None]:
 class Blows(pl.SGLD):
     """SGLD whose third member meets infinity."""
 
-    def step(self, model: pl.Model, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        new, info = super().step(model, state, batch)
+    def step(self, model: pl.Model, run: Any, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        new, info = super().step(model, run, state, batch)
         third = (state.key == random.fold(random.key(0), 2)).all()
         info["log_joint"] = torch.where(third & (state.step == 20), torch.inf, info["log_joint"])
         return new, info
@@ -748,7 +748,7 @@ def test_ranks_may_fit_for_themselves(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_nobody_else_is_looked_for_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert type(ranks.assemble(MAP)) is ranks.Team
+    assert type(data_parallel.assemble(MAP)) is ranks.Team
 
 
 def test_shares_cover_a_batch_once() -> None:
@@ -804,7 +804,7 @@ def test_torchrun(dies: bool, tmp_path: Path) -> None:
         str(tmp_path / "script.py"),
         "die" if dies else str(tmp_path / "out"),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(pl.__file__).parents[1])}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert (result.returncode == 0) is not dies, result.stderr
     if not dies:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from plausible.methods.moments.dvi import DVI
 from torch import Tensor, nn
 
 import plausible as pl
@@ -18,6 +17,8 @@ from plausible.core import random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone
+from plausible.engine.method import Run
+from plausible.methods.variational.dvi import DVI
 from plausible.posteriors.moments import MomentsPosterior
 from plausible.testing import LinearGaussian
 
@@ -35,12 +36,14 @@ def data(dtype: torch.dtype = torch.float32, outputs: int = 1) -> tuple[Tensor, 
     return x, torch.sin(x @ torch.randn(3, outputs, dtype=dtype)) + 0.2 * torch.randn(N, outputs, dtype=dtype)
 
 
-def built(net: nn.Module, method: Any, likelihood: Any, y: Tensor | None = None, prior: Any = None) -> tuple[Any, Any, Any]:
+def built(
+    net: nn.Module, method: Any, likelihood: Any, y: Tensor | None = None, prior: Any = None
+) -> tuple[Any, Any, Any, Any]:
     x, target = data(torch.float64)
     given = as_data((x, target if y is None else y), dtype=torch.float64, device="cpu")
     model = pl.Model.build(net.double(), likelihood, prior or priors.Gaussian(), given.all(), num_data=N)
-    model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), given)
-    return model, method.start(model, random.key(0)), given.all()
+    run = replace(Run.alone(method, model, given), steps=100)
+    return model, run, method.start(model, run, random.key(0)), given.all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,8 +66,8 @@ def test_the_bound_is_that_of_sampled_weights(likelihood: Any, outputs: int, kin
     net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, outputs))
     method = DVI(initial_scale=0.1)
     y = data(torch.float64)[1].gt(0).double() if kind == "binary" else None
-    model, state, batch = built(net, method, likelihood, y)
-    _, info = method.step(model, state, batch)
+    model, run, state, batch = built(net, method, likelihood, y)
+    _, info = method.step(model, run, state, batch)
     count = 4000
     stacked = {n: w + 0.1 * torch.randn(count, *w.shape, dtype=w.dtype) for n, w in model.initial.items()}
     with torch.no_grad():
@@ -87,12 +90,14 @@ def test_the_bound_is_mean_fields() -> None:
     """The same state, its bound by 2,000 samples of `MeanField`."""
     net = nn.Sequential(nn.Linear(3, 10), nn.ReLU(), nn.Linear(10, 1))
     method, sampled = DVI(initial_scale=0.1), pl.MeanField(initial_scale=0.1, estimator="weights")
-    model, state, batch = built(net, method, pl.likelihoods.Gaussian(scale=0.5))
-    exact = float(method.step(model, state, batch)[1]["elbo"])
-    plain = model.with_prepared(None)
+    model, run, state, batch = built(net, method, pl.likelihoods.Gaussian(scale=0.5))
+    exact = float(method.step(model, run, state, batch)[1]["elbo"])
+    plain = Run.alone(sampled, model, run.data)
     values = torch.stack(
         [
-            sampled.step(plain, sampled.start(plain, random.key(0))._replace(step=torch.tensor(i)), batch)[1]["elbo"]
+            sampled.step(model, plain, sampled.start(model, plain, random.key(0))._replace(step=torch.tensor(i)), batch)[1][
+                "elbo"
+            ]
             for i in range(400)
         ]
     )
@@ -103,10 +108,10 @@ def test_batches_masks_and_weights() -> None:
     """Batches average to all data; a weight counts an example so often; a masked target does not count."""
     net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
     method = DVI()
-    model, _, batch = built(net, method, pl.likelihoods.Gaussian(scale=0.5))
+    model, run, _, batch = built(net, method, pl.likelihoods.Gaussian(scale=0.5))
 
     def value(part: Batch) -> Tensor:
-        return method.step(model, method.start(model, random.key(0)), part)[1]["log_likelihood"]
+        return method.step(model, run, method.start(model, run, random.key(0)), part)[1]["log_likelihood"]
 
     parts = [value(Batch(batch.x[i : i + 8], batch.y[i : i + 8])) for i in range(0, N, 8)]
     torch.testing.assert_close(torch.stack(parts).mean(), value(batch))
@@ -120,10 +125,10 @@ def test_batches_masks_and_weights() -> None:
 
 def test_members_of_an_ensemble_step_as_one() -> None:
     net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    ensemble = pl.Ensemble(DVI(), members=2)
-    model, _, batch = built(net, DVI(), pl.likelihoods.Categorical(), torch.randint(3, (N,)))
-    state = ensemble.start(model, random.key(0))
-    one, two = ensemble.step(model, clone(state), batch), ensemble.looped_step(model, clone(state), batch)
+    ensemble: Any = pl.Ensemble(DVI(), members=2).stages()[0]
+    model, run, _, batch = built(net, DVI(), pl.likelihoods.Categorical(), torch.randint(3, (N,)))
+    state = ensemble.start(model, run, random.key(0))
+    one, two = ensemble.step(model, run, clone(state), batch), ensemble.looped_step(model, run, clone(state), batch)
     for a, b in zip(one[0].rhos.values(), two[0].rhos.values()):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(one[1]["elbo"], two[1]["elbo"])
@@ -157,8 +162,8 @@ def test_the_same_for_every_seed_with_all_data_at_once() -> None:
 def test_the_prior_of_empirical_bayes() -> None:
     """s* = (Σ(μ² + σ²) + 2β)/(Ω + 2α + 2) minimises KL(q ‖ N(0, s)) − log InverseGamma(s; α, β), for each tensor of the network."""
     method = DVI(empirical_bayes=True, initial_scale=0.2, shape=1.5, rate=0.7)
-    model, state, batch = built(nn.Linear(3, 1), method, pl.likelihoods.Gaussian())
-    found = float(method.step(model, state, batch)[1]["kl"])
+    model, run, state, batch = built(nn.Linear(3, 1), method, pl.likelihoods.Gaussian())
+    found = float(method.step(model, run, state, batch)[1]["kl"])
 
     def cost(weight: Tensor, s: float) -> float:
         q, p = (torch.distributions.Normal(weight, 0.2), torch.distributions.Normal(torch.zeros_like(weight), math.sqrt(s)))
@@ -186,9 +191,9 @@ def test_a_warm_up_starts_with_little_of_the_kl() -> None:
     moves = []
     for warmup in (0.0, 0.5):
         method = DVI(warmup=warmup, optimiser=pl.optimisers.SGD(momentum=0.0), lr=1.0)
-        model, state, batch = built(nn.Linear(3, 1), method, pl.likelihoods.Gaussian(scale=1e6))
+        model, run, state, batch = built(nn.Linear(3, 1), method, pl.likelihoods.Gaussian(scale=1e6))
         before = state.rhos["weight"].clone()
-        moves.append(method.step(model, state, batch)[0].rhos["weight"] - before)
+        moves.append(method.step(model, run, state, batch)[0].rhos["weight"] - before)
     torch.testing.assert_close(moves[1], moves[0] / 50, rtol=1e-6, atol=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
 from plausible.core import random
-from plausible.core.data import Order
+from plausible.core.data import Order, as_data
 from plausible.core.schedules import Cosine
-from plausible.engine.method import Method
+from plausible.engine import stopping
+from plausible.engine.method import Method, Run
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
@@ -142,14 +144,14 @@ def _by_hand(inner: Method, net: nn.Module, member: int, members: int, seed: int
     x, y = _data()
     batch = pl.Batch(x, y)
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), batch, num_data=len(x))
-    model = model.for_run(num_data=len(x), steps=steps, seed=seed)
+    run = replace(Run.alone(inner, model, as_data((x, y), dtype=x.dtype, device=x.device), seed), steps=steps)
     fresh = model.starting_at({**model.buffers, **model.reinitialised(random.generator(seed, 5, member))})
-    state = inner.start(fresh, random.fold(random.key(seed), member))
+    state = inner.start(fresh, run, random.fold(random.key(seed), member))
     rows = None if size is None else Order(len(x), size, seed, members)(0, steps)[:, member]
     with torch.no_grad():
         for t in range(steps):
             own = batch if rows is None else pl.Batch(x[rows[t]], y[rows[t]])
-            state, _ = inner.step(model, state, own)
+            state, _ = inner.step(model, run, state, own)
     return state
 
 
@@ -296,13 +298,15 @@ def test_a_loader_feeds_all_members_the_same_stacked_batches(monkeypatch: pytest
 
 def test_each_member_stops_as_it_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    original = pl.Ensemble.held_out
+    original = stopping.accumulate
 
-    def record(self: Any, model: Any, state: Any, batch: Any) -> Tensor:
-        seen.append(original(self, model, state, batch) / len(batch.y))
-        return seen[-1] * len(batch.y)
+    def record(function: Any, held: Any) -> Tensor:
+        found = original(function, held)
+        if found.ndim:  # of members, and not the number of examples
+            seen.append(found / held.num_data)
+        return found
 
-    monkeypatch.setattr(pl.Ensemble, "held_out", record)
+    monkeypatch.setattr(stopping, "accumulate", record)
     patience = 3
     method = pl.MAP(epochs=80, batch_size=6, lr=0.05, patience=patience, holdout=0.25)
     posterior = pl.fit(_network(), _data(), pl.Ensemble(method, members=6), **QUIET)

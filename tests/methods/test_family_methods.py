@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from plausible.methods.variational.base import THETA, Reparameterised, parameters_of
 from torch import Tensor, nn
 
 import plausible as pl
@@ -22,6 +21,8 @@ from plausible.core import memory, random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear
 from plausible.core.weights import Weights
+from plausible.engine.method import Run
+from plausible.methods.variational.reparameterised import THETA, Reparameterised, parameters_of
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
 from plausible.posteriors.mixture import MixturePosterior
 from plausible.testing import LinearGaussian
@@ -51,8 +52,9 @@ def _built(method: Reparameterised, prior: priors.Prior | None = None, temperatu
     model = pl.Model.build(
         nn.Linear(3, 1).double(), pl.likelihoods.Gaussian(scale=0.5), prior or priors.Gaussian(), data.all(), num_data=N
     )
-    model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), data).tempered(temperature)
-    return model, method.start(model, random.key(0)), data.all()
+    run = dataclasses.replace(Run.alone(method, model, data), steps=100)
+    model = model.tempered(temperature)
+    return model, run, method.start(model, run, random.key(0)), data.all()
 
 
 def _network() -> nn.Module:
@@ -67,12 +69,12 @@ def _network() -> nn.Module:
 @pytest.mark.parametrize("name", METHODS)
 def test_batches_average_to_the_bound_of_all_data(name: str) -> None:
     method = dataclasses.replace(METHODS[name], initial_scale=0.3)
-    model, state, batch = _built(method)
+    model, run, state, batch = _built(method)
     infos = []
     for start in range(0, N, 8):
         part = Batch(batch.x[start : start + 8], batch.y[start : start + 8])
-        infos.append(method.step(model, method.start(model, random.key(0)), part)[1])
-    whole = method.step(model, state, batch)[1]
+        infos.append(method.step(model, run, method.start(model, run, random.key(0)), part)[1])
+    whole = method.step(model, run, state, batch)[1]
     for term in ("elbo", "log_likelihood", "kl"):
         torch.testing.assert_close(torch.stack([info[term] for info in infos]).mean(), whole[term])
 
@@ -81,14 +83,14 @@ def test_batches_average_to_the_bound_of_all_data(name: str) -> None:
 def test_the_bound_of_a_linear_model_is_its_closed_form(name: str) -> None:
     """At the start all families have uncorrelated weights of one scale, up to the directions of the low-rank one."""
     method = dataclasses.replace(METHODS[name], samples=400, antithetic=True, initial_scale=0.3)
-    model, state, batch = _built(method, priors.Gaussian(0.8))
+    model, run, state, batch = _built(method, priors.Gaussian(0.8))
     family, theta = method.family(model.initial), parameters_of(state.weights)
     scales = {n: s.square() for n, s in (family.scales(theta) or {}).items()}
     mean = batch.x @ model.initial["weight"].T + model.initial["bias"]
     variance = batch.x.square() @ scales["weight"].T + scales["bias"]
     exact = -0.5 * ((batch.y - mean).square() + variance) / 0.25 - math.log(0.5) - 0.5 * math.log(2 * math.pi)
     kl = float(family.closed(priors.Gaussian(0.8), theta).value)
-    _, info = method.step(model, state, batch)
+    _, info = method.step(model, run, state, batch)
     allowed = 0.15 * float((exact.sum() - exact.max()).abs()) if name == "low-rank" else 5 * float(variance.sum()) / 0.25
     allowed = min(allowed, 5 * float(variance.sum()) / 0.25 * math.sqrt(8 / 400) * 3)
     assert float(info["log_likelihood"]) == pytest.approx(float(exact.sum()), abs=allowed)
@@ -96,13 +98,15 @@ def test_the_bound_of_a_linear_model_is_its_closed_form(name: str) -> None:
     torch.testing.assert_close(info["elbo"], info["log_likelihood"] - info["kl"])
 
 
-def _gradient(method: Reparameterised, model: Any, batch: Batch, weights: Weights, step: int, key: int = 0) -> Weights:
+def _gradient(
+    method: Reparameterised, model: Any, run: Run[Any], batch: Batch, weights: Weights, step: int, key: int = 0
+) -> Weights:
     """What one step of plain descent with rate 1 subtracts."""
     plain = dataclasses.replace(method, optimiser=pl.optimisers.SGD(momentum=0.0), lr=1.0)
-    state = plain.start(model, random.key(key))._replace(
+    state = plain.start(model, run, random.key(key))._replace(
         weights={n: w.clone() for n, w in weights.items()}, step=torch.tensor(step)
     )
-    after = plain.step(model, state, batch)[0].weights
+    after = plain.step(model, run, state, batch)[0].weights
     return {n: weights[n] - after[n] for n in weights}
 
 
@@ -110,11 +114,11 @@ def _gradient(method: Reparameterised, model: Any, batch: Batch, weights: Weight
 def test_the_landing_gradient_has_the_same_mean(name: str) -> None:
     """Both estimators are unbiased: their difference averages to nothing."""
     method = dataclasses.replace(METHODS[name], initial_scale=0.3, samples=20)
-    model, state, batch = _built(method, priors.Gaussian(0.8))
+    model, run, state, batch = _built(method, priors.Gaussian(0.8))
     gaps = []
     for step in range(30):
         pair = [
-            _gradient(dataclasses.replace(method, landing=landing), model, batch, state.weights, step)
+            _gradient(dataclasses.replace(method, landing=landing), model, run, batch, state.weights, step)
             for landing in (False, True)
         ]
         gaps.append(torch.cat([(pair[0][n] - pair[1][n]).flatten() for n in state.weights]))
@@ -128,7 +132,7 @@ def test_the_landing_gradient_has_the_same_mean(name: str) -> None:
 def test_the_landing_gradient_vanishes_at_the_posterior(temperature: float) -> None:
     """With q the (tempered) posterior, log p(w, D)/T − log q(w) is constant: no noise for any draw."""
     method = pl.FullRank(landing=True)
-    model, _, batch = _built(method, priors.Gaussian(0.8), temperature)
+    model, run, _, batch = _built(method, priors.Gaussian(0.8), temperature)
     design = torch.cat([batch.x, torch.ones(N, 1).double()], 1)
     covariance = torch.linalg.inv(design.T @ design / 0.25 + torch.eye(4).double() / 0.64)
     mean = covariance @ design.T @ batch.y[:, 0] / 0.25
@@ -136,11 +140,11 @@ def test_the_landing_gradient_vanishes_at_the_posterior(temperature: float) -> N
     raw = raw_lower(factor)
     exact = {THETA + "mean": mean, THETA + "factor": raw}
     for step in range(3):
-        found = _gradient(method, model, batch, exact, step)
+        found = _gradient(method, model, run, batch, exact, step)
         assert max(float(g.abs().max()) for g in found.values()) < 1e-10
-        noisy = _gradient(dataclasses.replace(method, landing=False), model, batch, exact, step)
+        noisy = _gradient(dataclasses.replace(method, landing=False), model, run, batch, exact, step)
         assert max(float(g.abs().max()) for g in noisy.values()) > 1e-3
-    wrong = _gradient(method, model, batch, {**exact, THETA + "factor": 1.1 * raw}, 0)
+    wrong = _gradient(method, model, run, batch, {**exact, THETA + "factor": 1.1 * raw}, 0)
     assert max(float(g.abs().max()) for g in wrong.values()) > 1e-3
 
 
@@ -149,8 +153,8 @@ def test_a_warm_up_starts_without_the_kl(kl_weights: Any, alike: bool) -> None:
     method = pl.FullRank(kl_weights=kl_weights, lr=0.01)
     moved = []
     for scale in (1e-2, 10.0):
-        model, state, batch = _built(method, priors.Gaussian(scale))
-        moved.append(method.step(model, state, batch)[0].weights[THETA + "factor"])
+        model, run, state, batch = _built(method, priors.Gaussian(scale))
+        moved.append(method.step(model, run, state, batch)[0].weights[THETA + "factor"])
     assert torch.equal(*moved) == alike
 
 

@@ -350,7 +350,7 @@ def test_neighbours_lie_where_the_likelihood_falls() -> None:
     expected = x + radius * (residual * net.weight.detach()).sign()
     torch.testing.assert_close(doubled.x, torch.cat([x, expected]))
     torch.testing.assert_close(doubled.y, torch.cat([y, y]))
-    joint = model.attacked(radius).gradient(model.initial, data.all())
+    joint = model.gradient(model.initial, doubled)
     both = [model.gradient(model.initial, Batch(part, y)) for part in (x, expected)]
     torch.testing.assert_close(joint.log_likelihood, (both[0].log_likelihood + both[1].log_likelihood) / 2)
     for name, grad in joint.grads.items():

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from plausible.methods.moments.dvi import DVI
-from plausible.methods.moments.mdl import MDL, CodedPosterior, DescriptionLength, mixture_cost
 from scipy import integrate, stats
 from torch import Tensor, nn
 
@@ -18,6 +16,9 @@ from plausible import priors
 from plausible.core import random
 from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
+from plausible.engine.method import Run
+from plausible.methods.variational.dvi import DVI
+from plausible.methods.variational.mdl import MDL, CodedPosterior, DescriptionLength, mixture_cost
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -34,11 +35,11 @@ def data(dtype: torch.dtype = torch.float32, outputs: int = 2) -> tuple[Tensor, 
     return x, torch.sin(x @ torch.randn(3, outputs, dtype=dtype)) + 0.2 * torch.randn(N, outputs, dtype=dtype)
 
 
-def built(net: nn.Module, method: Any, likelihood: Any = None) -> tuple[Any, Any, Any]:
+def built(net: nn.Module, method: Any, likelihood: Any = None) -> tuple[Any, Any, Any, Any]:
     given = as_data(data(torch.float64), dtype=torch.float64, device="cpu")
     model = pl.Model.build(net.double(), likelihood or pl.likelihoods.Gaussian(), priors.Gaussian(), given.all(), num_data=N)
-    model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), given)
-    return model, method.start(model, random.key(0)), given.all()
+    run = replace(Run.alone(method, model, given), steps=100)
+    return model, run, method.start(model, run, random.key(0)), given.all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,8 +56,8 @@ def test_the_expected_error_is_exact(layers: Any, scale: Any) -> None:
     """E log p(D | w) of 20,000 draws of all weights, with scales of 0.4 that bend every unit: within 4 standard errors."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3, 6), *(layer() for layer in layers), nn.Linear(6, 2))
     method = MDL(initial_scale=0.4)
-    model, state, batch = built(net, method, pl.likelihoods.Gaussian(scale=scale))
-    found = float(method.step(model, state, batch)[1]["log_likelihood"])
+    model, run, state, batch = built(net, method, pl.likelihoods.Gaussian(scale=scale))
+    found = float(method.step(model, run, state, batch)[1]["log_likelihood"])
     count = 20_000
     stacked = {n: w + 0.4 * torch.randn(count, *w.shape, dtype=w.dtype) for n, w in model.initial.items()}
     stacked |= {name: value.expand(count, *value.shape) for name, value in model.buffers.items()}
@@ -95,8 +96,8 @@ def test_one_hidden_layer_is_where_moments_and_description_length_agree() -> Non
 def test_the_best_gaussian_for_each_tensor() -> None:
     """No other variance of a centred Gaussian sends the weights at less; the noise is coded by the prior."""
     method = MDL(initial_scale=0.2)
-    model, state, batch = built(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), method)
-    found = float(method.step(model, state, batch)[1]["kl"])
+    model, run, state, batch = built(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), method)
+    found = float(method.step(model, run, state, batch)[1]["kl"])
 
     def cost(weight: Tensor, scale: float) -> float:
         q, p = torch.distributions.Normal(weight, 0.2), torch.distributions.Normal(torch.zeros_like(weight), scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ from plausible.blocks.variational import blundell, entropy, expected_log_prior, 
 from plausible.core import random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear
+from plausible.engine.method import Run
+from plausible.methods.variational.bound import RHO
 from plausible.testing import LinearGaussian
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -99,23 +102,23 @@ def test_softplus_and_back() -> None:
 # The bound itself
 
 
-def _built(prior: priors.Prior, method: pl.MeanField) -> tuple[pl.Model, Any, Batch]:
+def _built(prior: priors.Prior, method: pl.MeanField) -> tuple[pl.Model, Run[Any], Any, Batch]:
     data = as_data(_data(torch.float64), dtype=torch.float64, device="cpu")
     net = nn.Linear(3, 1).double()
     model = pl.Model.build(net, pl.likelihoods.Gaussian(scale=0.5), prior, data.all(), num_data=N)
-    model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), data)
-    return model, method.start(model, random.key(0)), data.all()
+    run = dataclasses.replace(Run.alone(method, model, data), steps=100)
+    return model, run, method.start(model, run, random.key(0)), data.all()
 
 
 def test_batches_average_to_the_bound_of_all_data() -> None:
     """At one state and one draw of the weights the scaled likelihoods of the batches average to that of the data."""
     method = pl.MeanField(estimator="weights", initial_scale=0.3)
-    model, state, batch = _built(priors.Gaussian(), method)
+    model, run, state, batch = _built(priors.Gaussian(), method)
     infos = []
     for start in range(0, N, 8):
         part = Batch(batch.x[start : start + 8], batch.y[start : start + 8])
-        infos.append(method.step(model, method.start(model, random.key(0)), part)[1])
-    whole = method.step(model, state, batch)[1]
+        infos.append(method.step(model, run, method.start(model, run, random.key(0)), part)[1])
+    whole = method.step(model, run, state, batch)[1]
     for name in ("elbo", "log_likelihood", "kl"):
         torch.testing.assert_close(torch.stack([info[name] for info in infos]).mean(), whole[name])
 
@@ -124,8 +127,8 @@ def test_batches_average_to_the_bound_of_all_data() -> None:
 def test_the_bound_of_a_linear_model_is_its_closed_form(estimator: Any) -> None:
     """E_q log p(y | Xw) = −½Σ((y − Xμ)² + x²·σ²)/s² − N(log s + ½log 2π), and the KL of Gaussians."""
     method = pl.MeanField(estimator=estimator, samples=400, initial_scale=0.3)
-    model, state, batch = _built(priors.Gaussian(0.8), method)
-    _, info = method.step(model, state, batch)
+    model, run, state, batch = _built(priors.Gaussian(0.8), method)
+    _, info = method.step(model, run, state, batch)
     w, b = model.initial["weight"], model.initial["bias"]
     mean = batch.x @ w.T + b
     variance = 0.09 * (batch.x.square().sum(1, keepdim=True) + 1)
@@ -142,7 +145,7 @@ def test_the_bound_of_a_linear_model_is_its_closed_form(estimator: Any) -> None:
 def test_a_kl_without_closed_form_is_right_on_average(estimator: Any) -> None:
     prior = priors.ScaleMixture(0.5, 1.0, 0.1)
     method = pl.MeanField(estimator=estimator, initial_scale=0.3)
-    model, _, batch = _built(prior, method)
+    model, run, _, batch = _built(prior, method)
     exact = -float(entropy({n: torch.full_like(w, 0.3) for n, w in model.initial.items()}))
     for weight in model.initial.values():
         for mean in weight.flatten().tolist():
@@ -150,8 +153,8 @@ def test_a_kl_without_closed_form_is_right_on_average(estimator: Any) -> None:
             exact -= integrate.quad(f, mean - 3, mean + 3, limit=200)[0]
     values = []
     for step in range(400):
-        fresh = method.start(model, random.key(0))._replace(step=torch.tensor(step))
-        values.append(float(method.step(model, fresh, batch)[1]["kl"]))
+        fresh = method.start(model, run, random.key(0))._replace(step=torch.tensor(step))
+        values.append(float(method.step(model, run, fresh, batch)[1]["kl"]))
     found = torch.tensor(values)
     assert float(found.mean()) == pytest.approx(exact, abs=4 * float(found.std()) / math.sqrt(400))
 
@@ -176,20 +179,18 @@ def test_the_optimum_of_a_conjugate_model(estimator: Any) -> None:
     torch.testing.assert_close(scales, exact.double(), rtol=0.08 if estimator == "local" else 0.16, atol=0)
 
 
-def _gradients(method: pl.MeanField, model: pl.Model, state: Any, batch: Batch, count: int = 30) -> Tensor:
+def _gradients(method: pl.MeanField, model: pl.Model, run: Run[Any], state: Any, batch: Batch, count: int = 30) -> Tensor:
     """The moves of μ and ρ by single steps of plain SGD with rate 1, at `count` draws of the noise: [count, weights]."""
     moves = []
     for step in range(count):
-        before = {name: value.clone() for name, value in (state.weights | state.rhos).items()}
+        before = {name: value.clone() for name, value in state.weights.items()}
         fresh = state._replace(
             weights={n: w.clone() for n, w in state.weights.items()},
-            rhos={n: r.clone() for n, r in state.rhos.items()},
             step=torch.tensor(step),
             optimiser=method.optimiser.init({"w": torch.zeros(1)}),
         )
-        after = method.step(model, fresh, batch)[0]
+        after = method.step(model, run, fresh, batch)[0]
         moved = [after.weights[n] - before[n] for n in state.weights]
-        moved += [after.rhos[n] - state.rhos[n] for n in state.rhos]
         moves.append(torch.cat([move.flatten() for move in moved]))
     return torch.stack(moves)
 
@@ -206,14 +207,16 @@ def test_the_landing_has_no_variance_where_q_is_exact() -> None:
         model = pl.Model.build(
             nn.Linear(1, 1, bias=False).double(), pl.likelihoods.Gaussian(scale=0.5), priors.Gaussian(), data.all(), num_data=N
         )
-        model = method.prepare(model.for_run(num_data=N, steps=100, seed=0), data)
-        state = method.start(model, random.key(0))
+        run = dataclasses.replace(Run.alone(method, model, data), steps=100)
+        state = method.start(model, run, random.key(0))
         mean = (x * y).sum() / 0.25 / precision
         state = state._replace(
-            weights={"weight": mean.reshape(1, 1)},
-            rhos={"weight": inverse_softplus(torch.full((1, 1), precision**-0.5, dtype=torch.float64))},
+            weights={
+                "weight": mean.reshape(1, 1),
+                RHO + "weight": inverse_softplus(torch.full((1, 1), precision**-0.5, dtype=torch.float64)),
+            }
         )
-        spreads[landing] = _gradients(method, model, state, data.all()).std(0).max()
+        spreads[landing] = _gradients(method, model, run, state, data.all()).std(0).max()
     assert float(spreads[True]) < 1e-9
     assert float(spreads[False]) > 1e-2
 
@@ -224,16 +227,16 @@ def test_the_landing_is_unbiased() -> None:
     for landing in (True, False):
         torch.manual_seed(0)  # the same network
         method = pl.MeanField(landing=landing, initial_scale=0.4, **settings)
-        model, state, batch = _built(priors.Gaussian(0.7), method)
-        found[landing] = _gradients(method, model, state, batch, 500)
+        model, run, state, batch = _built(priors.Gaussian(0.7), method)
+        found[landing] = _gradients(method, model, run, state, batch, 500)
     error = (found[True].var(0) + found[False].var(0)).div(500).sqrt()
     assert bool(((found[True].mean(0) - found[False].mean(0)).abs() < 4.5 * error).all())
 
 
 def test_a_shared_prior_takes_its_best_mean_and_scale() -> None:
     method = pl.MeanField(empirical_bayes="shared", initial_scale=0.3, estimator="weights")
-    model, state, batch = _built(priors.Gaussian(), method)
-    _, info = method.step(model, state, batch)
+    model, run, state, batch = _built(priors.Gaussian(), method)
+    _, info = method.step(model, run, state, batch)
     means = torch.cat([w.flatten() for w in model.initial.values()])
     best = math.inf
     for centre in torch.linspace(-1, 1, 81).tolist():
@@ -251,11 +254,11 @@ def test_samples_in_one_pass_equal_samples_one_after_the_other() -> None:
     for estimator in ("weights", "local", "flipout"):
         for prior in (priors.Gaussian(), priors.ScaleMixture()):
             method = pl.MeanField(estimator=estimator, **settings)  # type: ignore[arg-type]
-            model, state, batch = _built(prior, method)
-            assert model.prepared.stacked
-            looped = model.with_prepared(model.prepared._replace(stacked=False))
-            one, info = method.step(model, state, batch)
-            other, expected = method.step(looped, method.start(model, random.key(0)), batch)
+            model, run, state, batch = _built(prior, method)
+            assert run.prepared.stacked
+            looped = dataclasses.replace(run, prepared=run.prepared._replace(stacked=False))
+            one, info = method.step(model, run, state, batch)
+            other, expected = method.step(model, run, looped, method.start(model, run, random.key(0)), batch)
             torch.testing.assert_close(info, expected)
             torch.testing.assert_close(one.weights, other.weights)
             torch.testing.assert_close(one.rhos, other.rhos)
@@ -288,8 +291,8 @@ def test_later_runs_start_at_the_means() -> None:
 def test_empirical_bayes_takes_the_best_scale_of_the_prior() -> None:
     """Its KL is the smallest over all scales of a centred Gaussian prior, tensor by tensor."""
     method = pl.MeanField(empirical_bayes=True, initial_scale=0.2)
-    model, state, batch = _built(priors.Gaussian(), method)
-    found = float(method.step(model, state, batch)[1]["kl"])
+    model, run, state, batch = _built(priors.Gaussian(), method)
+    found = float(method.step(model, run, state, batch)[1]["kl"])
     best = 0.0
     for weight in model.initial.values():
         second = float((weight.square() + 0.04).mean())
@@ -310,9 +313,9 @@ def test_a_warm_up_starts_without_the_kl(kl_weights: Any, alike: bool) -> None:
     method = pl.MeanField(kl_weights=kl_weights, lr=0.01, estimator="weights")
     moved = []
     for scale in (1e-2, 10.0):
-        model, state, batch = _built(priors.Gaussian(scale), method)
+        model, run, state, batch = _built(priors.Gaussian(scale), method)
         model = model.starting_at({"weight": torch.ones(1, 3).double(), "bias": torch.ones(1).double()})
-        moved.append(method.step(model, method.start(model, state.key), batch)[0].rhos["weight"])
+        moved.append(method.step(model, run, method.start(model, run, state.key), batch)[0].rhos["weight"])
     assert torch.equal(*moved) == alike
 
 
@@ -468,7 +471,6 @@ def test_the_noise_and_flat_weights_keep_their_prior() -> None:
     method = pl.MeanField(empirical_bayes="shared", initial_scale=0.3)
     data = as_data(_data(), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(nn.Linear(3, 1), pl.likelihoods.Gaussian(), prior, data.all(), num_data=N)
-    model = method.prepare(model.for_run(num_data=N, steps=1, seed=0), data)
     means = dict(model.initial)
     scales = {name: torch.full_like(mean, 0.3) for name, mean in means.items()}
     found, _ = method._closed(model, means, scales)

@@ -16,6 +16,7 @@ from plausible.core import random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import Weights, clone
+from plausible.engine.method import Run
 from plausible.methods.variational.refined import Refined
 from plausible.testing import LinearGaussian
 
@@ -106,10 +107,11 @@ def test_stacked_steps_know_the_second_derivative_of_batch_norm() -> None:
     net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
     data = as_data(_sine(), dtype=torch.float64, device="cpu")
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=40)
-    ensemble = pl.Ensemble(Refined(refinements=2, initial_scale=0.1, step_size=0.5), members=2)
-    state = ensemble.start(model, random.key(0))
+    ensemble: Any = pl.Ensemble(Refined(refinements=2, initial_scale=0.1, step_size=0.5), members=2).stages()[0]
+    run = Run.alone(ensemble, model, data)
+    state = ensemble.start(model, run, random.key(0))
     with torch.no_grad():
-        one, two = (step(model, clone(state), data.all())[0] for step in (ensemble.step, ensemble.looped_step))
+        one, two = (step(model, run, clone(state), data.all())[0] for step in (ensemble.step, ensemble.looped_step))
     for name, moment in one.optimiser.mean.items():  # the gradients, times a number
         torch.testing.assert_close(moment, two.optimiser.mean[name], rtol=1e-8, atol=1e-14)
 
@@ -372,7 +374,8 @@ def test_batches_of_the_objective_are_scaled() -> None:
     )
     method = Refined(refinements=0, initial_scale=0.3)
     batch = data.all()
-    bound = lambda part: method.step(model, method.start(model, random.key(0)), part)[1]["elbo"]  # noqa: E731
+    run = Run.alone(method, model, data)
+    bound = lambda part: method.step(model, run, method.start(model, run, random.key(0)), part)[1]["elbo"]  # noqa: E731
     parts = [bound(Batch(batch.x[i : i + 8], batch.y[i : i + 8])) for i in range(0, 40, 8)]
     torch.testing.assert_close(torch.stack(parts).mean(), bound(batch))
 

@@ -260,10 +260,10 @@ class Loop:
         if self.plan.keeps(number):
             self.state = stepper.state
             self._keep()
+        if self.team.size > 1:
+            return False  # several ranks stop between segments, at the same step
         # Where segments end follows the clock: a stage that knows its end must not depend on it.
-        if self.stage.traits.verb != "iterate" and self.stage.finished(stepper.state):
-            return True
-        return interrupt.requested and self.team.size == 1  # several ranks stop between segments, at the same step
+        return interrupt.requested or (self.stage.traits.verb != "iterate" and self.stage.finished(stepper.state))
 
     def _keep(self) -> None:
         if not self.team.keeps:

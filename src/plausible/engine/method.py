@@ -191,7 +191,7 @@ class Stage:
         raise NotImplementedError
 
     def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """The next state, and numbers to log."""
+        """The next state, and numbers to log. For *sample* stages `batch` is all data, or None where only a loader has them."""
         raise NotImplementedError
 
     def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:

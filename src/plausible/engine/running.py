@@ -135,7 +135,7 @@ def _run_stage(
 
 
 def _source(stage: Stage, data: Data, plan: Plan, seed: int, team: Team) -> Source:
-    """Where the batches of a stage come from; stages that sample or accumulate take the data themselves."""
+    """Where the batches of a stage come from; stages that sample or accumulate see the data as a whole."""
     if stage.traits.verb != "iterate":
         return Elsewhere(data)
     members = None if stage.traits.shares_batches else stage.members

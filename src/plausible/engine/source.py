@@ -180,14 +180,14 @@ _EMPTY = "data is empty: the loader gave no batch (a generator can be passed ove
 
 
 class Elsewhere(Source):
-    """In place of batches, for methods whose targets hold the data: steps get none."""
+    """In place of batches, for stages that sample or accumulate: all data that are at hand, or None where a loader has them."""
 
     stream = minibatch = False  # type: ignore[assignment]
 
     def __init__(self, data: Data):
         self.data = data
+        self.everything = data.batch if isinstance(data, ArrayData) else None
         self.sampler, self.pass_state, self.pass_position = None, None, 0
 
     def batches(self, first: int, count: int) -> Iterator[Any]:  # noqa: ARG002
-        """Nothing, `count` times."""
-        return iter([None] * count)
+        return iter([self.everything] * count)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from plausible.blocks.ascent import begin_climb, climb
 from plausible.blocks.curvature.dense import Dense
 from plausible.blocks.curvature.layers import Layer
 from plausible.blocks.curvature.structures import Curvature
-from plausible.blocks.curvature.tuning import climbed
 from plausible.core.weights import Weights
 
 LAYER = Layer(("w",), "vector", ((2,),), biased=False, weighted=True, transposed=False, groups=1)
@@ -37,6 +38,15 @@ def _problem(residuals, precision: float = 0.1):
         return Curvature([Dense([LAYER], j.T @ j)], "full"), tau, ONE
 
     return at, joint, seen
+
+
+def climbed(weights: Weights, at: Any, joint: Any, iterations: int) -> Weights:
+    """Where so many steps lead, or fewer that arrive."""
+    now = begin_climb(weights, joint)
+    for _ in range(iterations):
+        if not bool(now.over):
+            now = climb(now, at, joint)
+    return now.weights
 
 
 def test_a_quadratic_takes_few_steps() -> None:

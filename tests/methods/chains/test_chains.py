@@ -182,11 +182,11 @@ def test_a_cache_that_cannot_be_written_to(compiler: None, monkeypatch: pytest.M
 
 
 def test_ranks_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plausible.engine import loop, ranks
+    from plausible.engine import ranks, running
 
     monkeypatch.setattr(ranks.Team, "divides", True, raising=False)
     with pytest.raises(ValueError, match="PLAUSIBLE_RANKS=alone") as refused:
-        loop.run(pl.HMC(**SHORT), _model(), None, loop.Options(team=ranks.Team()))  # type: ignore[arg-type]
+        running.run(pl.HMC(**SHORT), _model(), None, running.Options(team=ranks.Team()))  # type: ignore[arg-type]
     assert "Ensemble" not in str(refused.value)
 
 
