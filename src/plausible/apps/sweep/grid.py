@@ -75,7 +75,7 @@ def stackable(base: Recipe, name: str, value: Any) -> bool:
     if name == "temperature":
         return True
     owner, field = _owner(base, name)
-    if field in getattr(owner, "shaping", ()):
+    if isinstance(owner, Method) and field in owner.traits.shaping:
         return False
     kind = next((str(f.type) for f in dataclasses.fields(owner) if f.name == field), "")
     return "float" in kind
