@@ -72,6 +72,25 @@ def test_point_estimates_reach_what_each_setting_reaches_alone() -> None:
         assert row["scores"]["nll"] == pytest.approx(-float(pl.metrics.log_likelihood(pred, held[1])), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("method", "grid"),
+    [
+        (pl.Laplace(mode=pl.MAP(epochs=20, batch_size=None)), {"prior.scale": [0.3, 1.0]}),
+        (pl.Ensemble(pl.MAP(epochs=20, batch_size=None), members=2), {"method.lr": [0.05, 0.02]}),
+        (pl.NUTS(draws=4, warmup=4, chains=2), {"prior.scale": [0.3, 1.0]}),
+    ],
+    ids=["stages", "members", "chains"],
+)
+def test_what_cannot_be_stacked_runs_setting_by_setting(method: pl.Method, grid: dict[str, list[float]]) -> None:
+    net, data, held = problem()
+    scores = lambda posterior: {"loss": -float(pl.metrics.log_likelihood(posterior.predict(held[0], seed=3), held[1]))}  # noqa: E731
+    found = pl.sweep(net, data, method, grid, held, score=scores, prior=pl.priors.Gaussian(), compile=False, progress=False)
+    assert len(found.groups) == 2
+    for row in found.rows:
+        alone = pl.fit(net, data, found.method(row), prior=found.prior(row), compile=False, progress=False)
+        assert row["scores"]["loss"] == pytest.approx(scores(alone)["loss"], rel=1e-6)
+
+
 def test_groups_follow_the_shapes_of_the_program() -> None:
     base = Recipe(pl.MeanField(lr=pl.schedules.Cosine(0.01)), MIXTURE)
     grid = Grid({"samples": [1, 2], "lr.start": [0.1, 0.01], "estimator": ["weights", "local"], "prior.pi": [0.2, 0.4]})
