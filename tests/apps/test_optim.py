@@ -16,7 +16,8 @@ import plausible as pl
 from plausible import likelihoods, priors
 from plausible.apps.optim import IVON
 from plausible.core import random
-from plausible.core.data import Batch
+from plausible.core.data import ArrayData, Batch
+from plausible.engine.method import Run
 from plausible.methods.natural.base import NaturalState
 from plausible.testing import LinearGaussian
 
@@ -58,9 +59,10 @@ def test_it_takes_the_steps_of_the_method() -> None:
     x, y = _data(torch.float64)
     scale, temperature = 0.7, 0.5
     model = pl.Model.build(_net(torch.float64), likelihoods.Categorical(), priors.Gaussian(scale), Batch(x, y), num_data=N)
-    model = model.tempered(temperature).for_run(num_data=N, steps=5, seed=0)
+    model = model.tempered(temperature)
     method = pl.IVON(lr=0.3, samples=1, beta1=0.8, beta2=0.9, initial_hessian=0.5, damping=0.01, clip_radius=0.7)
-    state = method.start(model, random.key(7, 0))
+    run = Run.alone(method, model, ArrayData(Batch(x, y), N))
+    state = method.start(model, run, random.key(7, 0))
     net = _net(torch.float64)
     optimizer = IVON(
         net.parameters(),
@@ -76,7 +78,7 @@ def test_it_takes_the_steps_of_the_method() -> None:
         seed=7,
     )
     for _ in range(5):
-        state, _ = method.step(model, state, Batch(x, y))
+        state, _ = method.step(model, run, state, Batch(x, y))
         with optimizer.sampled_params(train=True):
             F.cross_entropy(net(x), y).backward()
         optimizer.step()

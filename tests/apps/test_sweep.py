@@ -19,6 +19,7 @@ from plausible.apps.sweep.grid import Recipe, applied
 from plausible.apps.sweep.stacked import Stacked
 from plausible.core import random
 from plausible.core.data import as_data
+from plausible.engine.method import Run
 
 
 def problem() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -45,17 +46,17 @@ def test_stacked_steps_equal_single_ones(estimator: Any, samples: int) -> None:
     prepared = as_data(data, dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(net, pl.likelihoods.Categorical(), MIXTURE, prepared.all(), num_data=120)
     stacked = Stacked(method, SETTINGS)
-    model = stacked.prepare(model.for_run(num_data=120, steps=3, seed=0), prepared)
-    state = stacked.start(model, random.key(0))
-    looped = stacked.start(model, random.key(0))
+    run = Run.alone(stacked, model, prepared)
+    state = stacked.start(model, run, random.key(0))
+    looped = stacked.start(model, run, random.key(0))
     for _ in range(3):
-        state, info = stacked.step(model, state, prepared.all())
-        looped, expected = stacked.looped_step(model, looped, prepared.all())
+        state, info = stacked.step(model, run, state, prepared.all())
+        looped, expected = stacked.looped_step(model, run, looped, prepared.all())
         for name, value in info.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
-    for part in ("weights", "rhos"):
-        for name, value in getattr(state.inner, part).items():
-            torch.testing.assert_close(value, getattr(looped.inner, part)[name], rtol=1e-4, atol=1e-5)
+    assert state.inner.rhos  # which are among the weights
+    for name, value in state.inner.weights.items():
+        torch.testing.assert_close(value, looped.inner.weights[name], rtol=1e-4, atol=1e-5)
 
 
 def test_point_estimates_reach_what_each_setting_reaches_alone() -> None:
@@ -69,6 +70,25 @@ def test_point_estimates_reach_what_each_setting_reaches_alone() -> None:
         alone = pl.fit(net, data, found.method(row), prior=found.prior(row), progress=False)
         pred = alone.predict(held[0])
         assert row["scores"]["nll"] == pytest.approx(-float(pl.metrics.log_likelihood(pred, held[1])), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "grid"),
+    [
+        (pl.Laplace(mode=pl.MAP(epochs=20, batch_size=None)), {"prior.scale": [0.3, 1.0]}),
+        (pl.Ensemble(pl.MAP(epochs=20, batch_size=None), members=2), {"method.lr": [0.05, 0.02]}),
+        (pl.NUTS(draws=4, warmup=4, chains=2), {"prior.scale": [0.3, 1.0]}),
+    ],
+    ids=["stages", "members", "chains"],
+)
+def test_what_cannot_be_stacked_runs_setting_by_setting(method: pl.Method, grid: dict[str, list[float]]) -> None:
+    net, data, held = problem()
+    scores = lambda posterior: {"loss": -float(pl.metrics.log_likelihood(posterior.predict(held[0], seed=3), held[1]))}  # noqa: E731
+    found = pl.sweep(net, data, method, grid, held, score=scores, prior=pl.priors.Gaussian(), compile=False, progress=False)
+    assert len(found.groups) == 2
+    for row in found.rows:
+        alone = pl.fit(net, data, found.method(row), prior=found.prior(row), compile=False, progress=False)
+        assert row["scores"]["loss"] == pytest.approx(scores(alone)["loss"], rel=1e-6)
 
 
 def test_groups_follow_the_shapes_of_the_program() -> None:
@@ -163,6 +183,8 @@ def test_numbers_that_shape_the_run_are_groups_of_their_own() -> None:
     assert found.rows[0]["scores"]["draws"] > found.rows[1]["scores"]["draws"]
     grid = Grid({"adversarial": [0.0, 0.1], "lr": [0.1, 0.2]})
     assert list(map(len, grid.groups(Recipe(pl.MAP(), pl.priors.Gaussian())))) == [2, 2]
+    grid = Grid({"prior_scale": [0.1, 0.5], "lr": [0.1, 0.2]})  # which its family holds
+    assert list(map(len, grid.groups(Recipe(pl.Rank1(), pl.priors.Gaussian())))) == [2, 2]
     with pytest.raises(ValueError, match="patience"):
         pl.sweep(net, data, pl.MAP(epochs=2, patience=1), {"lr": [0.1]}, held)
 

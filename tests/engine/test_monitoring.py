@@ -81,3 +81,19 @@ def test_bad_monitors_are_refused() -> None:
     net, data = problem()
     with pytest.raises(TypeError, match="mapping"):
         pl.fit(net, data, pl.MAP(epochs=1), callbacks=[pl.Monitor(lambda epoch, posterior: 3)], progress=False)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pl.Laplace(mode=pl.MAP(epochs=5, batch_size=20)),
+        pl.Ensemble(pl.Laplace(mode=pl.MAP(epochs=5, batch_size=20)), members=2),
+        pl.Refined(epochs=5, batch_size=20),
+    ],
+    ids=["laplace", "ensemble of laplace", "refined"],
+)
+def test_a_posterior_of_several_stages_is_shown_when_it_is_whole(method: pl.Method) -> None:
+    net, data = problem()
+    monitor = pl.Monitor(lambda epoch, posterior: {"mean": posterior.predict(data[0]).mean.mean().item()}, every=2)
+    posterior = pl.fit(net, data, method, likelihood=pl.likelihoods.Gaussian(1.0), callbacks=[monitor], progress=False)
+    assert monitor.records == [{"epoch": 5, "mean": posterior.predict(data[0]).mean.mean().item()}]

@@ -51,7 +51,7 @@ def test_the_prior_is_carried_on_where_it_should_be(data_folder: Path, monkeypat
     (tuned, kept), (fresh, carried), (_, all_) = zip(asked[::2], asked[1::2])
     assert kept[0] == tuned[0] == fresh[0] == pl.priors.Gaussian(1.0)
     assert isinstance(carried[0], pl.priors.Earlier)
-    assert carried[0].posterior is carried[1]
+    assert carried[0].law is carried[1].as_gaussian()
     assert tuned[1] is None
     assert kept[1] is not None
     assert (kept[2], carried[2], all_[2]) == (200, 200, 400)

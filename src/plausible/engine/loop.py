@@ -352,6 +352,8 @@ class Loop:
         monitors = [callback for callback in self.callbacks if isinstance(callback, Monitor)]
         if not monitors or not self.place.last or (self.done % self.plan.per_epoch and not last):
             return
+        if not self.place.single and not self.place.method.traits.keeps_draws:
+            return  # made of what all stages leave: shown when the run is over
         epoch = -(-self.done // self.plan.per_epoch)
         due = [monitor for monitor in monitors if monitor.due(epoch, last)]
         if not due:

@@ -11,7 +11,8 @@ class Monitor:
 
     `function(epoch, posterior)` is called at the end of every `every`-th epoch (and of the last one) and returns a mapping of
     numbers or lists, which `records` keeps beside the epoch: `[{"epoch": 1, "error": 0.12}, …]`. Records travel with checkpoints,
-    so a resumed run has those from before it was killed. The function must leave the posterior alone; what it draws does not
+    so a resumed run has those from before it was killed. A posterior that is made in several stages, as that of `Laplace`, is
+    shown once, when the last one is over. The function must leave the posterior alone; what it draws does not
     change the run. Cost: what the function costs, and one copy of the state.
 
         monitor = pl.Monitor(lambda epoch, posterior: {"error": error(posterior.predict(x, draws=10))}, every=10)

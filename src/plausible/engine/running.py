@@ -16,6 +16,7 @@ from plausible.core.weights import Weights, num_elements
 from plausible.engine.checkpoint import Checkpoint, Checkpointer, Resumed
 from plausible.engine.loop import Callback, Loop, Place, label
 from plausible.engine.method import Fitted, Method, Plan, Run, Stage
+from plausible.engine.monitoring import Monitor
 from plausible.engine.policy import decide, threads
 from plausible.engine.ranks import Team
 from plausible.engine.source import Elsewhere, Source
@@ -71,8 +72,12 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
             keeper, earlier.interrupted = None, True
         before = stage.kept(model_here, run_here, fitted.state) if len(stages) > 1 else {}
         earlier.add(stage, fitted)
-    fitted = earlier.joined(fitted, before)
-    return model_here, run_here, team.gather(method, model_here, run_here, fitted)
+    fitted = team.gather(method, model_here, run_here, earlier.joined(fitted, before))
+    if len(stages) > 1 and not method.traits.keeps_draws and not fitted.interrupted:
+        epochs = -(-fitted.steps // _plan(stages[0], data).per_epoch)
+        for monitor in (callback for callback in options.callbacks if isinstance(callback, Monitor)):
+            monitor.observe(epochs, method.posterior(model_here, run_here, fitted))
+    return model_here, run_here, fitted
 
 
 def _run_stage(

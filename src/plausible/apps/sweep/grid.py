@@ -63,7 +63,7 @@ class Grid:
             method = applied(base, settings).method
             fixed = {name: value for name, value in settings.items() if not stackable(base, name, value)}
             # a stackable number may still change how many steps a run has, or which it keeps
-            key = repr((fixed, method.plan(1000)))
+            key = repr((fixed, [stage.plan(1000) for stage in method.stages()]))
             groups.setdefault(key, []).append(settings)
         return list(groups.values())
 
@@ -75,7 +75,7 @@ def stackable(base: Recipe, name: str, value: Any) -> bool:
     if name == "temperature":
         return True
     owner, field = _owner(base, name)
-    if field in getattr(owner, "shaping", ()):
+    if isinstance(owner, Method) and field in owner.traits.shaping:
         return False
     kind = next((str(f.type) for f in dataclasses.fields(owner) if f.name == field), "")
     return "float" in kind

@@ -18,7 +18,7 @@ from torch import nn
 
 from plausible.analysis import metrics
 from plausible.apps.sweep.grid import Grid, Recipe, Settings, applied
-from plausible.apps.sweep.stacked import Stacked
+from plausible.apps.sweep.stacked import Alone, Stacked, stacks
 from plausible.core import serialise
 from plausible.core.data import as_data, select_rows
 from plausible.core.likelihoods import Likelihood
@@ -139,7 +139,8 @@ def sweep(
     """score(q_k | validation) for every combination k of the grid, the q_k trained as one program.
 
     Combinations that share the shapes of the program (all but whole numbers, words and objects in the grid) are stacked on a
-    leading axis, at most `at_once` of them, and trained together from the same weights on the same batches. Each is then scored
+    leading axis, at most `at_once` of them, and trained together from the same weights on the same batches; methods of several
+    stages or members, and those that sample, run once for each combination. Each is then scored
     on `validation` (x, y) by `draws` draws of its posterior: error and negative log-likelihood for classes, root mean squared
     error and negative log-likelihood for numbers, or whatever `score(posterior)` says, a mapping of names to numbers of which
     lower is better (but for "accuracy", "log_likelihood" and "auroc"). With `every` the scores are also taken
@@ -161,11 +162,12 @@ def sweep(
                 f"{name}= is not for sweeps: they have their own checkpoints (out=) and start at the network's weights"
             )
     base = Recipe(method, whole)
-    if method.plan(1000).patience is not None:
+    if any(stage.plan(1000).patience is not None for stage in method.stages()):
         raise ValueError(
             "a sweep does not stop early: leave patience unset, and look at the scores every so many epochs (every=)"
         )
-    groups = [part for group in grid.groups(base) for part in _parts(group, at_once)]
+    together = stacks(method)
+    groups = [part for group in grid.groups(base) for part in _parts(group, at_once if together else 1)]
     folder = None if out is None else Path(out)
     if folder is not None:
         if folder.exists() and not folder.is_dir():
@@ -201,7 +203,7 @@ def sweep(
             posterior = fit(
                 network,
                 data,
-                Stacked(method, tuple(group)),
+                Stacked(method, tuple(group)) if together else Alone(method, group[0]),
                 likelihood=likelihood,
                 prior=whole,
                 seed=seed,

@@ -18,7 +18,7 @@ from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
 from plausible.core.transforms import closed_over
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
-from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.engine.method import Fitted, Method, Plan, Run, Stage, Traits
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.mixture import MixturePosterior
 
@@ -128,6 +128,81 @@ class Stacked(Method):
             alone = fitted._replace(state=index(fitted.state.inner, k), draws=store, history={})
             parts.append(method.posterior(own, run, alone))  # the history is the mean over members, and none of theirs
         return MixturePosterior.of(self, model, fitted, parts)
+
+
+def stacks(method: Method) -> bool:
+    """Whether settings of a method can be stacked: where it is one step over batches, of one network."""
+    first, *later = method.stages()
+    return not later and first.members is None and first.traits.verb == "iterate"
+
+
+@dataclass(frozen=True)
+class Alone(Method):
+    """A method under one setting, its own prior and temperature included: the run of a sweep that has nothing to stack."""
+
+    method: Method
+    settings: Settings
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return self.method.traits
+
+    def recipe(self, model: Model) -> tuple[Method, Model]:
+        """The method, and the model with the prior and temperature of the setting."""
+        return Stacked(self.method, (self.settings,)).one(model, 0)
+
+    def stages(self) -> tuple[Stage, ...]:
+        own = {name: value for name, value in self.settings.items() if _of_method(name)}
+        method = applied(Recipe(self.method, None), own).method  # type: ignore[arg-type]
+        return tuple(Under(stage, self) for stage in method.stages())
+
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+        """The only part of a mixture."""
+        method, own = self.recipe(model)
+        return MixturePosterior.of(self, model, fitted, [method.posterior(own, run, fitted)])
+
+
+@dataclass(frozen=True)
+class Under(Stage):
+    """A stage of a method under one setting: as it is, but for the prior and temperature of the model."""
+
+    stage: Stage
+    whole: Alone
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return self.stage.traits
+
+    @property
+    def members(self) -> int | None:  # type: ignore[override]
+        return self.stage.members
+
+    def _own(self, model: Model) -> Model:
+        return self.whole.recipe(model)[1]
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return self.stage.plan(num_data, per_epoch)
+
+    def prepare(self, model: Model, run: Run[Any]) -> Any:
+        return self.stage.prepare(self._own(model), run)
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
+        return self.stage.start(self._own(model), run, key)
+
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        return self.stage.step(self._own(model), run, state, batch)
+
+    def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        return self.stage.looped_step(self._own(model), run, state, batch)  # type: ignore[attr-defined]
+
+    def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
+        return self.stage.kept(self._own(model), run, state)
+
+    def finished(self, state: Any) -> bool:
+        return self.stage.finished(state)
+
+    def caption(self, state: Any) -> str | None:
+        return self.stage.caption(state)
 
 
 def model_device(model: Model) -> torch.device:

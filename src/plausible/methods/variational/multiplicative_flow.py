@@ -38,6 +38,7 @@ class MultiplicativeFlow(Reparameterised):
     name: ClassVar[str] = "multiplicative-flow"
     traits: ClassVar[Traits] = replace(
         Reparameterised.traits,
+        shaping=("factor_scale",),
         bias="weights of different tensors, and outputs given the factors, are independent",
         tolerance=0.5,
     )

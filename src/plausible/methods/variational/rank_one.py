@@ -45,6 +45,7 @@ class Rank1(Reparameterised):
     name: ClassVar[str] = "rank1"
     traits: ClassVar[Traits] = replace(
         Reparameterised.traits,
+        shaping=("prior_scale", "spread"),
         bias="variances only along the outputs and inputs of each weight, around weights that are points",
     )
 
