@@ -124,6 +124,7 @@ SHORT = {
     "temperatures": 4,
     "draws_kept": 20,
     "further": 1,
+    "polish": 20,
 }
 """Settings of methods that say how long they run, and the most that checks need which do not look at the law."""
 
@@ -202,7 +203,7 @@ def check_example_weights(method: Method) -> None:
 def check_scale(method: Method) -> None:
     """Minibatch log joints average to the full one; the likelihood is scaled by N/B and the prior is not."""
     problem = LinearGaussian()
-    model = problem.fit(quick(method)).model
+    model = _once(method, "conjugate", lambda: problem.fit(quick(method))).model
     x, y, _ = problem.data()
     x, y = x.float(), y.float()
     weights = {name: torch.randn(value.shape, generator=random.generator(1)) for name, value in model.initial.items()}
@@ -224,7 +225,7 @@ def check_scale(method: Method) -> None:
 def check_predictive_law(method: Method) -> None:
     """The predictive is the mixture over function draws: variances add, densities average, samples follow."""
     problem = LinearGaussian()
-    posterior = problem.fit(quick(method))
+    posterior = _once(method, "conjugate", lambda: problem.fit(quick(method)))
     x = probe_inputs(problem.inputs)
     predictive = posterior.predict(x, draws=20, seed=3)
     f = posterior.functions(x, draws=20, seed=3)
@@ -270,9 +271,23 @@ def _small() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     return net, (x, y)
 
 
-def _fit_small(method: Method, seed: int = 0, **settings: Any) -> Posterior:
+def _fit_small(method: Method) -> Posterior:
+    """A short fit of the small network, made once for all checks that only look at it."""
     net, data = _small()
-    return pl.fit(net, data, quick(method), **{"seed": seed, "progress": False, "compile": False, **settings})
+    return _once(method, "small", lambda: pl.fit(net, data, quick(method), seed=0, progress=False, compile=False))
+
+
+_made: dict[tuple[str, str], Posterior] = {}
+
+
+def _once(method: Method, what: str, make: Callable[[], Posterior]) -> Posterior:
+    """Checks of one method follow each other: what was made for another is forgotten."""
+    key = (repr(method), what)
+    if key not in _made:
+        for other in [known for known in _made if known[0] != key[0]]:
+            del _made[other]
+        _made[key] = make()
+    return _made[key]
 
 
 def check_determinism(method: Method) -> None:

@@ -13,6 +13,8 @@ import plausible as pl
 from experiments import adapters, load, permuted_mnist
 from experiments.frame import Request
 
+pytestmark = pytest.mark.slow
+
 
 def test_tasks_are_permutations_of_the_pixels_one_for_all_images() -> None:
     first, again, other = (permuted_mnist.orders(3, seed) for seed in (0, 0, 1))
