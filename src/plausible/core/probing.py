@@ -27,7 +27,8 @@ def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
-        hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" * whole
+        advice = "; integers and booleans reach it as they are: convert features and images, say x.float()"
+        hint = advice if whole else ""
         raise ValueError(
             f"network could not be run on the inputs x ({describe(x)})"
             + (" in training mode" if train else "")

@@ -177,7 +177,8 @@ def _matrix(utility: Any, actions: Any, probs: Tensor, inputs: int | None = None
         or (matrix.ndim == 3 and len(matrix) != inputs)
     ):
         turned = matrix.ndim == 2 and matrix.shape[0] == classes
-        raise ValueError(f"utility has shape {list(matrix.shape)}, expected {expected}" + ": pass utility.T" * turned)
+        hint = ": pass utility.T" if turned else ""
+        raise ValueError(f"utility has shape {list(matrix.shape)}, expected {expected}{hint}")
     if not matrix.shape[-2]:
         raise ValueError("utility has no rows: there must be at least one action")
     refuse(~torch.isfinite(matrix), "utility must be finite", "use a large negative number for what must not happen")
