@@ -58,7 +58,8 @@ def map_draws(function: Callable[[Weights], Any], stacked: Weights, network: nn.
         return tree.stack([function(tree.index(stacked, k)) for k in range(count)])
 
     if count == 1:
-        return tree.tree_map(lambda leaf: leaf.unsqueeze(0), function(tree.index(stacked, 0)))
+        result = function({name: value[0] for name, value in stacked.items()})
+        return result.unsqueeze(0) if isinstance(result, Tensor) else tree.stack([result])
     if network in LOOPED:
         return one_by_one()
     try:
@@ -107,6 +108,9 @@ def outputs_of_draws(
                 values = map_draws(lambda w, x=x: model.outputs({**fixed, **w}, x), draws, model.network)  # type: ignore[misc]
                 if values.ndim < 2 or values.shape[1] != num_rows(x):
                     raise ValueError(f"x: the network gives {list(values.shape[1:])} for {num_rows(x)} inputs")
+                if len(values) == total and part >= rows:
+                    outputs = values
+                    continue
                 if outputs is None:
                     outputs = values.new_empty(total, rows, *values.shape[2:])
                 at = first + place
