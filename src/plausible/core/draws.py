@@ -91,7 +91,8 @@ def outputs_of_draws(
     fixed, rows = dict(fixed or {}), num_rows(inputs)
     device = next(iter(model.initial.values())).device
     numbers = max(1, tree.num_elements({n: w for n, w in {**model.initial, **model.buffers}.items() if n not in fixed}))
-    single = numbers * rows > LARGE
+    # On a GPU that pays where noise is drawn in blocks between the products; stored draws are stacked there, to launch less.
+    single = numbers * rows > LARGE and (device.type == "cpu" or block > 1)
     part = batch_size or min(rows, _part(inputs, single, device))
     chunk = block if single else at_once(numbers, part, block=block)
     outputs: Tensor | None = None
