@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.analysis.metrics.inputs import class_probabilities
+from plausible.analysis.metrics.inputs import class_probabilities, mutual_information
 from plausible.posteriors.predictive import Predictive
 
 if TYPE_CHECKING:
@@ -39,18 +39,13 @@ def decompose(predictive: Predictive | Tensor | np.ndarray | Any) -> Uncertainty
     if isinstance(predictive, Predictive):
         if predictive.likelihood.kind not in ("classes", "binary"):
             return Uncertainty(predictive.variance, predictive.aleatoric, predictive.epistemic)
-        return _split(predictive.entropy, predictive.mutual_information)
+        entropy, information = predictive.entropy, torch.minimum(predictive.mutual_information, predictive.entropy)
+        return Uncertainty(entropy, entropy - information, information)
     probs = class_probabilities(predictive, "predictive")
     if probs.ndim < 3:
         raise ValueError(
             f"predictive must be the class probabilities of several draws, [S, N, classes], got {list(probs.shape)}: "
             "averaged probabilities cannot be taken apart; pass a Predictive, or stack (1 − p, p) for yes/no targets"
         )
-    entropy = torch.special.entr(probs.mean(0)).sum(-1)
-    return _split(entropy, entropy - torch.special.entr(probs).sum(-1).mean(0))
-
-
-def _split(total: Tensor, information: Tensor) -> Uncertainty:
-    """Rounding may leave an information of −1e-17, or one just above the entropy: neither may leave a negative part."""
-    epistemic = torch.minimum(information.clamp(min=0), total)
-    return Uncertainty(total, total - epistemic, epistemic)
+    entropy, information = mutual_information(probs)
+    return Uncertainty(entropy, entropy - information, information)

@@ -58,7 +58,8 @@ def map_draws(function: Callable[[Weights], Any], stacked: Weights, network: nn.
         return tree.stack([function(tree.index(stacked, k)) for k in range(count)])
 
     if count == 1:
-        return tree.tree_map(lambda leaf: leaf.unsqueeze(0), function(tree.index(stacked, 0)))
+        result = function({name: value[0] for name, value in stacked.items()})
+        return result.unsqueeze(0) if isinstance(result, Tensor) else tree.stack([result])
     if network in LOOPED:
         return one_by_one()
     try:
@@ -90,7 +91,8 @@ def outputs_of_draws(
     fixed, rows = dict(fixed or {}), num_rows(inputs)
     device = next(iter(model.initial.values())).device
     numbers = max(1, tree.num_elements({n: w for n, w in {**model.initial, **model.buffers}.items() if n not in fixed}))
-    single = numbers * rows > LARGE
+    # On a GPU that pays where noise is drawn in blocks between the products; stored draws are stacked there, to launch less.
+    single = numbers * rows > LARGE and (device.type == "cpu" or block > 1)
     part = batch_size or min(rows, _part(inputs, single, device))
     chunk = block if single else at_once(numbers, part, block=block)
     outputs: Tensor | None = None
@@ -107,6 +109,9 @@ def outputs_of_draws(
                 values = map_draws(lambda w, x=x: model.outputs({**fixed, **w}, x), draws, model.network)  # type: ignore[misc]
                 if values.ndim < 2 or values.shape[1] != num_rows(x):
                     raise ValueError(f"x: the network gives {list(values.shape[1:])} for {num_rows(x)} inputs")
+                if len(values) == total and part >= rows:
+                    outputs = values
+                    continue
                 if outputs is None:
                     outputs = values.new_empty(total, rows, *values.shape[2:])
                 at = first + place

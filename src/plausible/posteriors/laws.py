@@ -106,8 +106,8 @@ class Law(ABC):
         like, block = self.noise, self.block
         size = len(like)
         numbers = range(first // block, -(-(first + count) // block))
-        drawn = [random.normals(seed, purpose, k, count=block * size, like=like).view(block, size) for k in numbers]
-        whole = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        drawn = [random.normals(seed, purpose, k, count=block * size, like=like) for k in numbers]
+        whole = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(-1, size)
         start = first - numbers[0] * block
         return self.sample(whole[start : start + count], first)
 

@@ -96,7 +96,8 @@ def placed(posterior: Posterior, model: Model, device: torch.device) -> Posterio
 
 def example_of(model: Model) -> Tensor:
     """A tensor of the type and on the device that the model computes with."""
-    held = (*model.initial.values(), *model.network.parameters(), *model.network.buffers())
+    network = model.network
+    held = (value for part in (model.initial.values, network.parameters, network.buffers) for value in part())
     return next((value for value in held if value.is_floating_point()), torch.zeros(()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plausible.analysis.metrics.inputs import CLASSES, chosen, class_probabilities
+from plausible.analysis.metrics.inputs import CLASSES, chosen, class_probabilities, mutual_information
 from plausible.core.special import double
 from plausible.posteriors.predictive import Predictive
 
@@ -106,9 +106,7 @@ def _of_probabilities(probs: Tensor, score: str, name: str) -> Tensor:
             )
         if score == "epistemic":
             return probs.var(0, correction=0).sum(-1)
-        from plausible.analysis.uncertainty import decompose
-
-        return decompose(probs).epistemic
+        return mutual_information(probs)[1]
     mean = probs.mean(0) if probs.ndim == 3 else probs
     if score == "variance":
         return (mean * (1 - mean)).sum(-1)

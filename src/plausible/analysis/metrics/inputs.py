@@ -270,3 +270,13 @@ def _refuse_one_hot(probs: Tensor, target: Tensor) -> None:
         raise ValueError(
             f"y of shape {list(target.shape)} looks one-hot, as the rows of predictive sum to one: pass y.argmax(-1)"
         )
+
+
+def mutual_information(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """H[y] and I[y; s] in nats, [N, ...], of the class probabilities of S draws, [S, N, ..., C].
+
+    Rounding may leave an information of −1e-17, or one just above the entropy: neither may leave a negative part.
+    """
+    entropy = torch.special.entr(probs.mean(0)).sum(-1)
+    information = entropy - torch.special.entr(probs).sum(-1).mean(0)
+    return entropy, torch.minimum(information.clamp(min=0), entropy)
