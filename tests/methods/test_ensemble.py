@@ -18,6 +18,7 @@ from plausible.core.data import Order, as_data
 from plausible.core.schedules import Cosine
 from plausible.engine import stopping
 from plausible.engine.method import Method, Run
+from plausible.methods.ensembles.stacking import Stacked
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
@@ -184,11 +185,11 @@ def test_vmapped_equals_looped(inner: Method, norm: bool, monkeypatch: pytest.Mo
     stacked = pl.fit(net, _data(), ensemble, **QUIET)
     calls = []
 
-    def looped(self: Any, model: Any, state: Any, batch: Any) -> Any:
+    def looped(self: Any, *arguments: Any) -> Any:
         calls.append(1)
-        return self.looped_step(model, state, batch)
+        return self.looped_step(*arguments)
 
-    monkeypatch.setattr(pl.Ensemble, "step", looped)
+    monkeypatch.setattr(Stacked, "step", looped)
     one_by_one = pl.fit(net, _data(), ensemble, **QUIET)
     assert calls
     x, _ = _data()
@@ -273,7 +274,7 @@ def test_recurrent_members_equal_looped_ones(
     stacked = pl.fit(net, _data(), method, **QUIET)
     if "torch._dynamo" not in sys.modules:  # the compiler, once imported, brings rules for recurrent layers along
         assert any("one after the other" in r.getMessage() for r in caplog.records)
-    monkeypatch.setattr(pl.Ensemble, "step", lambda self, *rest: self.looped_step(*rest))
+    monkeypatch.setattr(Stacked, "step", lambda self, *rest: self.looped_step(*rest))
     looped = pl.fit(net, _data(), method, **QUIET)
     torch.testing.assert_close(stacked.functions(x), looped.functions(x), rtol=1e-3, atol=1e-4)
     assert min(_spread(stacked).values()) > 0
@@ -284,10 +285,10 @@ def test_a_loader_feeds_all_members_the_same_stacked_batches(monkeypatch: pytest
     method = pl.Ensemble(pl.MAP(epochs=3, lr=0.01), members=3)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)  # in order, the last batch short
     with monkeypatch.context() as patched:
-        patched.setattr(pl.Ensemble, "looped_step", None)  # streamed members are stacked too
+        patched.setattr(Stacked, "looped_step", None)  # streamed members are stacked too
         stacked = pl.fit(_network(), loader, method, **QUIET)
     assert stacked.run["steps"] == 12
-    monkeypatch.setattr(pl.Ensemble, "step", lambda self, *rest: self.looped_step(*rest))
+    monkeypatch.setattr(Stacked, "step", lambda self, *rest: self.looped_step(*rest))
     looped = pl.fit(_network(), loader, method, **QUIET)
     torch.testing.assert_close(stacked.functions(x), looped.functions(x), rtol=1e-3, atol=1e-4)
 

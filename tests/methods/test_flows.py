@@ -227,8 +227,8 @@ def test_factors_need_a_positive_scale() -> None:
 
 @pytest.mark.parametrize("method", [pl.Flow, pl.MultiplicativeFlow])
 def test_what_does_not_fit_is_refused_before_it_is_made(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plausible.engine.memory.available", lambda device: 10**6)
-    monkeypatch.setattr("plausible.families.flow._module", None)
+    monkeypatch.setattr("plausible.core.memory.available", lambda device: 10**6)
+    monkeypatch.setattr("plausible.blocks.families.flow._module", None)
     data = (torch.randn(20, 999), torch.randn(20, 1))
     with pytest.raises(MemoryError, match=f"{method.__name__}: .*are needed"):
         pl.fit(nn.Linear(999, 1), data, method(epochs=1), **QUIET)
@@ -236,6 +236,6 @@ def test_what_does_not_fit_is_refused_before_it_is_made(method: Any, monkeypatch
 
 def test_without_zuko_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zuko", None)
-    monkeypatch.setattr("plausible.families.flow._MADE", {})
+    monkeypatch.setattr("plausible.blocks.families.flow._MADE", {})
     with pytest.raises(ImportError, match=r"flows need zuko .*pip install 'plausible\[flows\]'"):
         pl.fit(nn.Linear(2, 1), (torch.zeros(3, 2), torch.zeros(3, 1)), pl.Flow(epochs=1), **QUIET)

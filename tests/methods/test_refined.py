@@ -384,6 +384,6 @@ def test_lost_draws_count_as_nothing() -> None:
     from plausible.posteriors.refined import _finite, _log_mean
 
     drawn = {"w": torch.tensor([[0.0], [torch.inf], [1.0], [torch.nan]])}
-    kept, weights = _finite(drawn, torch.tensor([0.0, 5.0, 0.0, torch.nan]))
+    kept, weights = _finite(drawn, torch.tensor([0.0, 5.0, 0.0, torch.nan]), ["w"])
     assert kept["w"].tolist() == [[0.0], [1.0]]
     assert _log_mean(weights) == pytest.approx(math.log(2 / 4))

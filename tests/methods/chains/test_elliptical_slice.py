@@ -74,7 +74,7 @@ def test_moments_of_a_skewed_target() -> None:
 @pytest.mark.parametrize("beta", [1.0, 0.1, 0.0])
 def test_conjugate_gaussian_at_any_power(beta: float) -> None:
     """A Gaussian likelihood seen by powers β: moments in closed form."""
-    from conjugate import log_likelihood
+    from tests.helpers.conjugate import log_likelihood
 
     target = FunctionDensity(log_likelihood, 2).bound(precision=torch.ones(2).double(), beta=torch.full((400,), beta).double())
     start = torch.randn(400, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
