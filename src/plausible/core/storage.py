@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import secrets
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,19 +21,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from plausible.core.weights import Weights, concatenate, num_bytes
-
-
-def cache_folder() -> Path:
-    """Where the library keeps what it can make or fetch again: `PLAUSIBLE_CACHE`, or the user's cache folder of the platform."""
-    if name := os.environ.get("PLAUSIBLE_CACHE", ""):
-        return Path(name).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "plausible"
 
 
 def beside(path: Path) -> Path:

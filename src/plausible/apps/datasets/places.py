@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from plausible.apps.datasets.catalogue import Entry, File
+from plausible.core import folders
 
 Place = Literal["data folder", "cache"]
 
@@ -26,9 +27,7 @@ def data_folder() -> Path | None:
 
 def cache_folder() -> Path:
     """Where downloads are kept, laid out as the data folder."""
-    from plausible.core import storage  # PyTorch comes with it, which no list of names needs
-
-    return storage.cache_folder() / "data"
+    return folders.cache_folder() / "data"
 
 
 def offline() -> bool:

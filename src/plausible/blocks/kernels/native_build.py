@@ -19,7 +19,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from plausible.core.storage import beside, cache_folder
+from plausible.core.folders import cache_folder
+from plausible.core.storage import beside
 
 log = logging.getLogger("plausible")
 
