@@ -438,8 +438,11 @@ class Loop:
 
 
 def label(stage: Stage) -> str:
-    """What the progress bar and the record call it."""
-    return type(stage).__name__ if isinstance(stage, Method) else type(stage).__name__.lower()
+    """What the progress bar and the record call it: of stages around others, what is inside."""
+    while (inner := getattr(stage, "stage", None)) is not None:
+        stage = inner
+    name = type(stage).__name__
+    return name if isinstance(stage, Method) else name.lower()
 
 
 def _json_number(value: float) -> float | str:
