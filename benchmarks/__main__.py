@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from benchmarks import cpu, laplace, mcmc, variational
 
+argparse.ArgumentParser("python -m benchmarks", description=__doc__).parse_args()
 cpu.main()
 variational.main()
 laplace.main()
