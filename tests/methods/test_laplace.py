@@ -624,3 +624,17 @@ def test_numbers_of_weights_have_their_full_covariance(settings: dict[str, Any])
 def test_closed_forms_of_classes_are_refused_for_numbers() -> None:
     with pytest.raises(ValueError, match="is for classes"):
         plain(nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1)), predictive="probit")
+
+
+@pytest.mark.parametrize("loader", [False, True], ids=["tensors", "loader"])
+@pytest.mark.parametrize("settings", [{"structure": s} for s in STRUCTURES] + [{"tune": "layer"}, {"where": 6}], ids=str)
+def test_a_finished_checkpoint_gives_the_posterior_again(settings: dict[str, Any], loader: bool, tmp_path: Any) -> None:
+    """The last stage is a pass over the data: what came out of it is there again without the stages before."""
+    warnings.simplefilter("ignore")
+    net, x, y = toy()
+    data: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=20) if loader else (x, y)
+    method = pl.Laplace(mode=pl.MAP(epochs=20), **settings)
+    first, again = (pl.fit(net, data, method, checkpoint=tmp_path / "run", **QUIET) for _ in range(2))
+    assert torch.equal(first.functions(x, 5), again.functions(x, 5))
+    assert again.log_evidence == first.log_evidence
+    assert again.run["stages"] == first.run["stages"]

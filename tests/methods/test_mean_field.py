@@ -258,7 +258,7 @@ def test_samples_in_one_pass_equal_samples_one_after_the_other() -> None:
             assert run.prepared.stacked
             looped = dataclasses.replace(run, prepared=run.prepared._replace(stacked=False))
             one, info = method.step(model, run, state, batch)
-            other, expected = method.step(model, run, looped, method.start(model, run, random.key(0)), batch)
+            other, expected = method.step(model, looped, method.start(model, run, random.key(0)), batch)
             torch.testing.assert_close(info, expected)
             torch.testing.assert_close(one.weights, other.weights)
             torch.testing.assert_close(one.rhos, other.rhos)

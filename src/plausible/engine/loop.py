@@ -416,6 +416,10 @@ class Loop:
     def _resume(self, resumed: checkpoints.Resumed) -> None:
         if self.stage.traits.verb == "accumulate":
             self.state.restore(resumed.tree("state", self.device))
+            while resumed.finished and not self.stage.finished(
+                self.state
+            ):  # what came out is made anew, where need be from the data
+                self.state, _ = self.stage.step(self.model, self.run, self.state, self.source.peek())
         else:
             resumed.restore("state", self.state)
         if self.stopping is not None:

@@ -174,7 +174,6 @@ def test_settings() -> None:
         MCLMC(integrator="euler")
     with pytest.raises(ValueError, match="MCLMC: metric must be 'diag' or 'unit'"):
         MCLMC(metric="dense")  # type: ignore[arg-type]
-    assert not pl.MCLMC.traits.exact
     assert pl.MCLMC.traits.bias
 
 
