@@ -235,7 +235,10 @@ class Eigenpairs:
         done, negative, lanczos.lowest = tensors["numbers"].tolist()
         self.done, lanczos.negative = int(done), int(negative)
         lanczos.basis, lanczos.block, lanczos.matrix = tensors["basis"], tensors["block"], tensors["matrix"]
-        self._multiply()
+        if len(lanczos.matrix):
+            lanczos.decompose()
+        if len(lanczos.block):  # none is left where all pairs were found
+            self._multiply()
         self.product.sums = {name.removeprefix("sum."): v for name, v in tensors.items() if name.startswith("sum.")}
 
 
@@ -277,13 +280,17 @@ class _Lanczos:
         columns = (columns + again).double()
         corner = (columns[old:] + columns[old:].T) / 2
         self.matrix = torch.cat([torch.cat([self.matrix, columns[:old].T]), torch.cat([columns[:old], corner])], 1)
-        values, small = torch.linalg.eigh(self.matrix)
-        self.values, self.small = values.flip(0), small.flip(1)
-        self.noise = 100 * torch.finfo(product.dtype).eps * float(self.values.abs().max())
+        self.decompose()
         self.negative = max(self.negative, int((self.values < -self.noise).sum()))
         self.lowest = min(self.lowest, float(self.values[-1]))
         self._last = len(self.block)
         self.block, self._coupling = _orthonormal(rest, self.noise, against=self.basis)
+
+    def decompose(self) -> None:
+        """The eigenpairs of T, and how large a value rounding alone makes."""
+        values, small = torch.linalg.eigh(self.matrix)
+        self.values, self.small = values.flip(0), small.flip(1)
+        self.noise = 100 * torch.finfo(self.basis.dtype).eps * float(self.values.abs().max())
 
     def residual(self, rank: int) -> float:
         """max_k |Cv_k − λ_kv_k| / λ_k over the positive ones of the first `rank` pairs; rounding alone counts as none."""

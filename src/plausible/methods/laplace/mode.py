@@ -301,9 +301,11 @@ def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], stru
         found[name] = value
     for name, value in found.items():
         alike = bool(torch.isclose(value, value.flatten()[0], rtol=1e-6, atol=0).all())
-        if not alike and structure in ("kron", "ekfac"):
+        if alike:
+            found[name] = value.flatten()[0].clone()  # and not the mean, which rounds
+        elif structure in ("kron", "ekfac"):
             log.warning("Kronecker factors take the mean curvature of the prior over %s", name)
-        found[name] = value.mean() if alike or structure in ("kron", "ekfac") else value
+            found[name] = value.mean()
     return found
 
 
