@@ -124,7 +124,6 @@ SHORT = {
     "temperatures": 4,
     "draws_kept": 20,
     "further": 1,
-    "polish": 20,
 }
 """Settings of methods that say how long they run, and the most that checks need which do not look at the law."""
 
