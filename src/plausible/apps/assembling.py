@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from plausible.apps.tables import listed, nearest
-from plausible.engine.method import Method, create, registry
+from plausible.engine.method import Method
+from plausible.methods import create, registry
 
 
 def assemble(name: Any, settings: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from plausible.engine.method import Method as Method
 from plausible.engine.method import Plan as Plan
 from plausible.engine.method import Traits as Traits
 from plausible.engine.method import create as create
-from plausible.engine.method import registry
+from plausible.engine.method import registry as registry
 
 
 def load() -> None:

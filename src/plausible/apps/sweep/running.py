@@ -25,9 +25,10 @@ from plausible.core.likelihoods import Likelihood
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import read_json, write_json
 from plausible.engine import Checkpoint
-from plausible.engine.method import Method, create
+from plausible.engine.method import Method
 from plausible.engine.monitoring import Monitor
 from plausible.fitting import fit
+from plausible.methods import create
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
 
