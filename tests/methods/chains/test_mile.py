@@ -132,7 +132,7 @@ def test_early_stopping_is_the_default() -> None:
     net, data = problem()
     method = pl.MILE(draws=2, chains=2, warmup=4, thin=1, mode=pl.MAP(epochs=30, patience=2))
     posterior = pl.fit(net, data, method, **SETTINGS)
-    assert posterior.run["stages"][0][0] == "members"
+    assert posterior.run["stages"][0][0] == "MAP"
     assert 1 <= len(posterior.history["held_out_log_likelihood"]) <= 30
     assert pl.MILE().mode == pl.MAP(patience=20)
 
