@@ -420,8 +420,8 @@ def check_compiled(method: Method) -> None:
     data = as_data((x, y), dtype=torch.float32, device=torch.device("cpu"))
     model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=30)
     stage = method.stages()[0]
-    if stage.traits.verb != "iterate":
-        _compare_kernels(stage, model, data)
+    if stage.traits.verb != "iterate":  # along long trajectories rounding grows beyond any tolerance: short ones are compared
+        _compare_kernels(quick(method).stages()[0], model, data)
         return
     run = Run.alone(stage, model, data)
     source = Source(data, stage.plan(30), seed=0, members=stage.members)
