@@ -124,6 +124,7 @@ SHORT = {
     "temperatures": 4,
     "draws_kept": 20,
     "further": 1,
+    "polish": 12,
 }
 """Settings of methods that say how long they run, and the most that checks need which do not look at the law."""
 
@@ -270,10 +271,15 @@ def _small() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     return net, (x, y)
 
 
+def _fit_quickly(method: Method, net: nn.Module, data: tuple[Tensor, Tensor], seed: int = 0, **settings: Any) -> Posterior:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # so short a run may say that it is too short
+        return pl.fit(net, data, quick(method), seed=seed, progress=False, compile=False, **settings)
+
+
 def _fit_small(method: Method) -> Posterior:
     """A short fit of the small network, made once for all checks that only look at it."""
-    net, data = _small()
-    return _once(method, "small", lambda: pl.fit(net, data, quick(method), seed=0, progress=False, compile=False))
+    return _once(method, "small", lambda: _fit_quickly(method, *_small()))
 
 
 _made: dict[tuple[str, str], Posterior] = {}
@@ -291,7 +297,6 @@ def _once(method: Method, what: str, make: Callable[[], Posterior]) -> Posterior
 
 def check_determinism(method: Method) -> None:
     """Same seed, same bits; another seed differs; the global generator and the module are left alone."""
-    method = quick(method)
     net, (x, y) = _small()
     net.train()
     net[4].eval()
@@ -300,8 +305,7 @@ def check_determinism(method: Method) -> None:
     modes = [module.training for module in net.modules()]
     torch.manual_seed(11)
     state = torch.get_rng_state()
-    settings: dict[str, Any] = {"progress": False, "compile": False}
-    one = pl.fit(net, (x, y), method, seed=0, **settings).functions(x, 5, seed=1)
+    one = _fit_quickly(method, net, (x, y)).functions(x, 5, seed=1)
     _require(torch.equal(state, torch.get_rng_state()), "torch's global generator was moved")
     _require(
         all(torch.equal(v, before[k]) for k, v in net.state_dict().items()), "the module's weights or buffers were changed"
@@ -309,10 +313,9 @@ def check_determinism(method: Method) -> None:
     _require(modes == [module.training for module in net.modules()], "the module's training mode was changed")
     _require(len(net[0]._forward_hooks) == 1 and not net[4]._forward_hooks, "the module's hooks were changed")
     handle.remove()
-    two = pl.fit(net, (x, y), method, seed=0, **settings).functions(x, 5, seed=1)
-    _require(torch.equal(one, two), "the same seed gave other bits")
+    _require(torch.equal(one, _fit_small(method).functions(x, 5, seed=1)), "the same seed gave other bits")
     if not method.traits.deterministic:
-        other = pl.fit(net, (x, y), method, seed=1, **settings).functions(x, 5, seed=1)
+        other = _fit_quickly(method, net, (x, y), seed=1).functions(x, 5, seed=1)
         _require(not torch.equal(one, other), "another seed gave the same bits")
 
 
@@ -348,42 +351,32 @@ def check_save_and_load(method: Method) -> None:
 
 
 def check_resume(method: Method) -> None:
-    """A run that was killed and resumed ends with the bits of one that was not."""
-    method = quick(method)
+    """A run that was killed in any of its stages and resumed ends with the bits of one that was not; other data is refused."""
     net, (x, y) = _small()
-    settings: dict[str, Any] = {"seed": 4, "progress": False, "compile": False}
-    whole = pl.fit(net, (x, y), method, **settings)
+    whole = _fit_small(method)
     lengths = [steps for _, steps, _ in whole.run["stages"]]
     for number, steps in enumerate(lengths):
-        if steps > 1:
-            _kill_and_resume(method, whole, sum(lengths[:number]) + max(1, 2 * steps // 3), max(1, steps // 5), settings)
-    with tempfile.TemporaryDirectory() as folder:
-        place = pl.Checkpoint(Path(folder) / "checkpoint")
-        pl.fit(net, (x, y), method, checkpoint=place, **settings)
-        again = pl.fit(net, (x, y), method, checkpoint=place, **settings)
-        _require(torch.equal(whole.functions(x), again.functions(x)), "a finished checkpoint gave another posterior")
-        try:
-            pl.fit(net, (x + 1, y), method, checkpoint=place, **settings)
-        except ValueError as error:
-            _require("data" in str(error), f"the refusal of other data does not name the difference: {error}")
-        else:
-            raise ConformanceError("a checkpoint of other data was accepted")
+        if steps == 1 and len(lengths) > 1:  # nothing lies between its begin and its end
+            continue
+        at = sum(lengths[:number]) + max(1, 2 * steps // 3)
 
+        def kill(step: int, _: Any, at: int = at) -> None:
+            if step >= at:
+                raise _Stop
 
-def _kill_and_resume(method: Method, whole: Posterior, at: int, every: int, settings: dict[str, Any]) -> None:
-    """A run that is killed after so many steps of all its stages goes on to the same end."""
-    net, (x, y) = _small()
-
-    def kill(step: int, _: Any) -> None:
-        if step >= at:
-            raise _Stop
-
-    with tempfile.TemporaryDirectory() as folder:
-        place = pl.Checkpoint(Path(folder) / "checkpoint", steps=every)
-        with contextlib.suppress(_Stop):
-            pl.fit(net, (x, y), method, checkpoint=place, callbacks=[kill], **settings)
-        resumed = pl.fit(net, (x, y), method, checkpoint=place, **settings)
-    _require(torch.equal(whole.functions(x), resumed.functions(x)), f"a run killed at step {at} ended with other bits")
+        with tempfile.TemporaryDirectory() as folder:
+            place = pl.Checkpoint(Path(folder) / "checkpoint", steps=max(1, steps // 5))
+            with contextlib.suppress(_Stop):
+                _fit_quickly(method, net, (x, y), checkpoint=place, callbacks=[kill])
+            for what in (f"a run killed at step {at}", "a finished checkpoint"):
+                again = _fit_quickly(method, net, (x, y), checkpoint=place)
+                _require(torch.equal(whole.functions(x), again.functions(x)), f"{what} gave another posterior")
+            try:
+                _fit_quickly(method, net, (x + 1, y), checkpoint=place)
+            except ValueError as error:
+                _require("data" in str(error), f"the refusal of other data does not name the difference: {error}")
+            else:
+                raise ConformanceError("a checkpoint of other data was accepted")
 
 
 def check_stacked(method: Method) -> None:
