@@ -19,10 +19,10 @@ demo: $(STAMP)
 	$(BIN)/plausible demo --out demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

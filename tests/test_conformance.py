@@ -22,7 +22,7 @@ METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=2500), memb
 
 
 @pytest.mark.parametrize("check", testing.CHECKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in METHODS])
 def test_method_passes(name: str, check: str) -> None:
     testing.CHECKS[check](METHODS[name])
 

@@ -74,7 +74,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
             district = "north" if noise > 0.5 else "south"
             rows.append(f"{1 + int(5 * rooms)},{30 + 100 * area:.1f},{district},{100 + 300 * area + 20 * noise:.2f}")
         (tmp_path / file).write_text("\n".join(rows) + "\n")
-    (tmp_path / "sweep.toml").write_text(sweep_files.example())
+    (tmp_path / "sweep.toml").write_text(sweep_files.example().replace("epochs = 50", "epochs = 3"))
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(tmp_path)
     registers: tuple[dict[Any, Any], ...] = (methods.registry, serialise._classes, serialise._names)
@@ -122,7 +122,8 @@ def test_code_runs(page: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 
 FIRST = """
 import importlib, os, sys
-import torch, torch.distributions, torch.utils.data, rich.table, safetensors.torch  # once: the children share them
+# once: the children share them
+import torch, torch.distributions, torch.func, torch.utils.data, rich.table, safetensors.torch, scipy.stats, scipy.optimize, typer
 for module in sys.argv[1:]:
     child = os.fork()
     if not child:

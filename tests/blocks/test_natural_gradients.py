@@ -437,7 +437,7 @@ def test_swept_temperatures_count_the_prior_once(method: Any) -> None:
     pl.sweep(
         problem.network(),
         (x, y),
-        method.conforming(),
+        replace(method.conforming(), epochs=100),
         {"temperature": [1.0, 2.0]},
         (x, y),
         score=score,

@@ -161,9 +161,17 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 # Ensembles
 
 
-@pytest.mark.parametrize("members", [4, 3, 1], ids=["even", "uneven", "fewer members than ranks"])
+PATIENT = replace(MAP, batch_size=None, patience=2, epochs=40)
+
+
 @pytest.mark.parametrize(
-    "method", [MAP, SGLD, replace(MAP, batch_size=None, patience=2, epochs=40)], ids=["map", "sgld", "patience"]
+    ("method", "members"),
+    [
+        pytest.param(method, members, id=f"{name}, {members}", marks=[] if (name, members) in DEFAULT else [pytest.mark.slow])
+        for DEFAULT in [{("map", 4), ("sgld", 3), ("patience", 1)}]
+        for name, method in {"map": MAP, "sgld": SGLD, "patience": PATIENT}.items()
+        for members in (4, 3, 1)  # even, uneven, fewer than ranks
+    ],
 )
 def test_a_split_ensemble_is_that_of_one_process(pair: Pair, method: Method, members: int) -> None:
     ensemble = pl.Ensemble(method, members=members)

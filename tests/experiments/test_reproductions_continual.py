@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,8 +97,8 @@ def test_pieces_have_the_words_and_the_label_of_their_review(data_folder: Path, 
     assert found == sorted([(" ".join(whole[:10]), 1), (" ".join(whole[10:]), 1), (texts[1], 0)])
 
 
-def test_scores_are_those_of_the_predictions(tiny: Path) -> None:
-    result = json.loads((tiny / "laplace-lora/tiny/sst2.json").read_text())
+def test_scores_are_those_of_the_predictions(tiny: Callable[[str], Path]) -> None:
+    result = json.loads((tiny("laplace-lora") / "laplace-lora/tiny/sst2.json").read_text())
     assert set(result["scores"]) == set(adapters.WORDS)
     for scores in result["scores"].values():
         for ece, bins, accuracy in zip(scores["ece"], scores["bins"], scores["accuracy"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,10 +67,10 @@ def test_openings_are_ratios_of_deviations_seed_by_seed() -> None:
     assert in_between.opening("curve", "mean-field")(results) is None
 
 
-def test_the_truth_opens_in_the_stored_results(tiny: Path) -> None:
+def test_the_truth_opens_in_the_stored_results(tiny: Callable[[str], Path]) -> None:
     from experiments import load
 
-    results = Folder(tiny, "in-between", "tiny").results(load("in-between"))
+    results = Folder(tiny("in-between"), "in-between", "tiny").results(load("in-between"))
     (truth,) = in_between.opening("curve", "limit")(results)
     assert truth > 20
     assert len(results["curve-laplace"]["std"]) == len(results["curve-mean-field"]["std"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,10 +93,10 @@ def test_images_are_split_and_normalised_as_published(data_folder: Path) -> None
         mnist.images(replace(base, train=60_000))
 
 
-def test_errors_of_a_run_are_one_number_a_seed(tiny: Path) -> None:
+def test_errors_of_a_run_are_one_number_a_seed(tiny: Callable[[str], Path]) -> None:
     import json
 
-    result = json.loads((tiny / "blundell-2015/tiny/mixture-400.json").read_text())
+    result = json.loads((tiny("blundell-2015") / "blundell-2015/tiny/mixture-400.json").read_text())
     assert {len(values) for values in result["errors"].values()} == {2}
     assert result["curve"]["epoch"] == [1, 2]
     assert result["curve"]["test, mean"][-1] == result["errors"]["test, mean"]

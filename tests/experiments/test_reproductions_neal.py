@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,10 @@ def test_inputs_that_carry_nothing_are_held_against_the_weakest_that_does() -> N
     assert neal_hmc.apart({}) is None
 
 
-def test_tables_have_a_row_for_each_method_and_group(tiny: Path) -> None:
+@pytest.mark.slow
+def test_tables_have_a_row_for_each_method_and_group(tiny: Callable[[str], Path]) -> None:
     found = load("neal-hmc")
-    results = Folder(tiny, "neal-hmc", "tiny").results(found)
+    results = Folder(tiny("neal-hmc"), "neal-hmc", "tiny").results(found)
     errors, chains, scales = neal_hmc.sheet(results)
     assert [row[:2] for row in errors.rows[:2]] == [("curve, 8 units", "HMC"), ("curve, 8 units", "Laplace")]
     assert len(chains.rows) == 4

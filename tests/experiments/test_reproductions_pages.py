@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,36 +14,45 @@ from experiments.command import app
 from experiments.frame import SIZES, Bound
 from experiments.running import Folder, changed, run, wanted
 
+Tiny = Callable[[str], Path]
 DOCS = Path(__file__).parents[2] / "docs/reproductions"
+LONG = ("fidelity", "laplace-lora", "neal", "neal-hmc", "permuted-mnist", "two-moons-modes", "uci-hmc")  # takes seconds even so
+each_reproduction = pytest.mark.parametrize(
+    "name",
+    [  # each in a group of its own: one process trains what all tests of a name look at
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in LONG else [])])
+        for name in NAMES
+    ],
+)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_figures_are_drawn_from_stored_results(name: str, tiny: Path, tmp_path: Path) -> None:
+@each_reproduction
+def test_figures_are_drawn_from_stored_results(name: str, tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from experiments.figures import save
 
     found = load(name)
-    results = Folder(tiny, name, "tiny").results(found)
+    results = Folder(tiny(name), name, "tiny").results(found)
     for part in found.parts:
         if part.draw is not None:
             (file,) = save(part.draw(results), tmp_path / part.key, ["svg"])
             assert len(file.read_bytes()) > 10_000
 
 
-def test_figures_are_the_same_bytes_each_time(tiny: Path, tmp_path: Path) -> None:
+def test_figures_are_the_same_bytes_each_time(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from experiments.figures import save
 
     found = load("blundell-2015")
-    results, draw = Folder(tiny, found.name, "tiny").results(found), found.part("figure", "regression").draw
+    results, draw = Folder(tiny(found.name), found.name, "tiny").results(found), found.part("figure", "regression").draw
     first = [path.read_bytes() for path in save(draw(results), tmp_path / "figure")]
     assert [path.read_bytes() for path in save(draw(results), tmp_path / "figure")] == first
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tables_have_a_row_for_each_claim(name: str, tiny: Path) -> None:
+@each_reproduction
+def test_tables_have_a_row_for_each_claim(name: str, tiny: Tiny) -> None:
     found = load(name)
-    results = Folder(tiny, name, "tiny").results(found)
+    results = Folder(tiny(name), name, "tiny").results(found)
     for part in found.parts:
         rows = [row for sheet in pages.sheets(part, "tiny", results)[:1] for row in sheet.rows]
         if part.claims.get("tiny"):
@@ -51,11 +61,11 @@ def test_tables_have_a_row_for_each_claim(name: str, tiny: Path) -> None:
             assert missing or all(row[-1] != "not run" for row in rows)
 
 
-def as_reduced(tiny: Path, out: Path, name: str) -> None:
-    shutil.copytree(tiny / name / "tiny", out / name / "reduced")
+def as_reduced(tiny: Tiny, out: Path, name: str) -> None:
+    shutil.copytree(tiny(name) / name / "tiny", out / name / "reduced")
 
 
-def test_a_page_is_written_between_its_marks(tiny: Path, tmp_path: Path) -> None:
+def test_a_page_is_written_between_its_marks(tiny: Tiny, tmp_path: Path) -> None:
     as_reduced(tiny, tmp_path, "singh")
     as_reduced(tiny, tmp_path, "singh-faithful")
     page = tmp_path / "singh.md"
@@ -103,7 +113,7 @@ def test_the_command_lists_what_there_is() -> None:
     assert all(name in text for name in NAMES)
 
 
-def test_the_command_shows_what_is_stored(tiny: Path, tmp_path: Path) -> None:
+def test_the_command_shows_what_is_stored(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     as_reduced(tiny, tmp_path, "blundell-2015")
     words = ("blundell-2015", "--show", "--out", str(tmp_path))
@@ -173,13 +183,13 @@ def test_reduced_runs_meet_their_own_expectation(name: str, data_folder: Path, t
                 assert judged.verdict in (("met", "not run") if few else ("met",)), f"{part.key}: {judged}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_figures_can_be_drawn_from_any_one_cell(name: str, tiny: Path) -> None:
+@each_reproduction
+def test_figures_can_be_drawn_from_any_one_cell(name: str, tiny: Tiny) -> None:
     """As `--cells` leaves them."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
 
     found = load(name)
-    results = Folder(tiny, name, "tiny").results(found)
+    results = Folder(tiny(name), name, "tiny").results(found)
     for part in found.parts:
         for cell in [cell for cell in results if part.draw is not None and cell in part.cells.get("tiny", ())]:
             part.draw({cell: results[cell]})

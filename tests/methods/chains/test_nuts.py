@@ -201,7 +201,9 @@ def _within_error(draws: Tensor, expected: Tensor | float, z: float = 5.0) -> No
     assert bool((gap < z * error).all()), (gap / error).tolist()
 
 
-@pytest.mark.parametrize("metric", ["diag", "dense", "lowrank", "unit"])
+@pytest.mark.parametrize(
+    "metric", ["diag", "dense", *(pytest.param(metric, marks=pytest.mark.slow) for metric in ("lowrank", "unit"))]
+)
 def test_moments_of_a_correlated_gaussian(metric: str) -> None:
     """Means, variances and a covariance, with variances from 0.01 to 4 learned on the way."""
     covariance = torch.tensor([[4.0, 1.8, 0.0], [1.8, 1.0, 0.0], [0.0, 0.0, 0.01]], dtype=torch.float64)

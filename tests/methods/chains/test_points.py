@@ -45,8 +45,8 @@ def truth() -> tuple[float, float, float]:
 METHODS: list[Any] = [
     pl.SMC(particles=3000, pilots=400, moves=2),
     pl.AnnealedImportance(particles=3000, pilots=400, temperatures=6),
-    pl.ParallelTempering(draws=400, chains=8, warmup=200, temperatures=4),
-    pl.HMC(draws=400, chains=8, warmup=200, leapfrogs=4),
+    pl.ParallelTempering(draws=60, chains=50, warmup=60, temperatures=4),
+    pl.HMC(draws=60, chains=50, warmup=60, leapfrogs=4),
 ]
 
 
