@@ -114,6 +114,7 @@ def test_tuned_precisions_are_where_the_evidence_is_flat(how: Any) -> None:
         assert posterior.log_evidence == pytest.approx(best, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_each_layer_of_a_network_has_the_precision_where_the_evidence_is_flat() -> None:
     method = pl.Laplace(structure="full", tune="layer", rounds=25, polish=100, mode=MODE)
     posterior = _tanh(4, method)

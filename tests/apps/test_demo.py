@@ -81,6 +81,7 @@ def quick(tmp_path_factory):
     return SimpleNamespace(out=out, result=result, results=results, page=Page((out / "index.html").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone(quick):
     assert quick.result.exit_code == 0
     assert quick.result.stdout.splitlines()[-1] == f"open {quick.out / 'index.html'} in a browser"
@@ -99,6 +100,7 @@ def test_the_page_stands_alone(quick):
     assert [path.name for path in quick.out.iterdir()] == ["index.html"]
 
 
+@pytest.mark.slow
 def test_every_method_is_shown_and_a_failing_one_stops_nothing(quick):
     words, printed = " ".join(quick.page.words), quick.result.stdout
     for problem in (demo.regression(0, True), demo.digits(0, True)):
@@ -111,6 +113,7 @@ def test_every_method_is_shown_and_a_failing_one_stops_nothing(quick):
     assert words.count("failed: RuntimeError: no luck with a < b") == 2
 
 
+@pytest.mark.slow
 def test_a_point_has_no_epistemic_part_and_an_ensemble_has_more_in_the_gap(quick):
     (problem, outcomes), _ = quick.results
     found = {outcome.entry.key: outcome for outcome in outcomes}
@@ -163,6 +166,7 @@ def test_a_folder_of_others_is_refused_before_anything_is_computed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.txt"]
 
 
+@pytest.mark.slow
 def test_an_earlier_page_is_replaced_and_files_of_others_stay(quick):
     (quick.out / "notes.txt").write_text("mine")
     demo._claim(quick.out / "index.html", force=False)  # ours

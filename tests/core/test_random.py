@@ -333,6 +333,7 @@ def step(state, key, counter):
     return {name: w - 0.01 * gradient[name] + 0.1 * noise[name] for name, w in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @needs_compiler
 def test_inside_a_compiled_step():
@@ -360,6 +361,7 @@ def assert_backends_agree(draw_function, n):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @needs_compiler
 def test_compiled_kernel_equals_numpy():

@@ -8,6 +8,7 @@ import torch
 from experiments.gradient_variance import WAYS, closed_form, exact
 
 
+@pytest.mark.slow
 def test_measured_variances_are_those_of_the_closed_forms() -> None:
     deviations = closed_form(repeats=400, seed=0)
     assert set(deviations) == set(WAYS)

@@ -163,7 +163,7 @@ def test_a_kl_without_closed_form_is_right_on_average(estimator: Any) -> None:
 # The optimum
 
 
-@pytest.mark.parametrize("estimator", ["weights", "local", "flipout"])
+@pytest.mark.parametrize("estimator", ["weights", "local", pytest.param("flipout", marks=pytest.mark.slow)])
 def test_the_optimum_of_a_conjugate_model(estimator: Any) -> None:
     """μ is the exact mean, σ² is 1/Λ_ii, and the bound is log p(D) less the known gap ½ log(Π Λ_ii / det Λ)."""
     problem = LinearGaussian()
@@ -432,6 +432,7 @@ class _Everywhere(nn.Module):
         return self.layer(x).mean(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["conv", "sequence"])
 def test_a_weight_that_acts_at_several_places_has_one_draw_for_all(kind: str) -> None:
     """With noise of its own at every place an average would lose it: scales three times too wide, and no bound."""

@@ -62,6 +62,7 @@ def test_pixels_are_scaled_to_one_by_default(data_folder):
     assert torch.equal((scaled * 255).round().byte(), raw)
 
 
+@pytest.mark.slow
 def test_cifar10_parts_and_the_reference_of_hmc(data_folder):
     data = datasets.cifar10(raw=True, parts=(1,))
     x, y = data.test
@@ -221,6 +222,7 @@ def test_text_sets_have_the_published_counts(data_folder):
     assert len(set(subj.test[0] + subj.train[0])) > 9900
 
 
+@pytest.mark.slow
 def test_imdb_has_every_review(data_folder):
     data = datasets.imdb()
     for documents, labels in (data.train, data.test):

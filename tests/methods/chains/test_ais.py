@@ -89,6 +89,7 @@ def test_paths_back_to_the_prior_give_the_inverse_of_the_evidence(trajectory: fl
     assert error < 0.1
 
 
+@pytest.mark.slow
 def test_paths_there_and_back_bracket_the_evidence() -> None:
     """Few paths of few steps err to known sides: below on the way there, above on the way back."""
     method = pl.AnnealedImportance(particles=4, pilots=10, temperatures=4, leapfrogs=3)
@@ -98,6 +99,7 @@ def test_paths_there_and_back_bracket_the_evidence() -> None:
         assert side * (float(values.mean()) - TRUTH) > 2 * float(values.std()) / math.sqrt(60)
 
 
+@pytest.mark.slow
 def test_upper_bound_of_chains_that_started_elsewhere() -> None:
     problem = LinearGaussian()
     chains = problem.fit(pl.HMC(draws=40, warmup=40, chains=2), init=problem.fit(pl.MAP(epochs=2)))
@@ -106,6 +108,7 @@ def test_upper_bound_of_chains_that_started_elsewhere() -> None:
     assert error > 0
 
 
+@pytest.mark.slow
 def test_upper_bound_of_a_network() -> None:
     problem = LinearGaussian()
     method = pl.AnnealedImportance(particles=300, pilots=40, temperatures=200)

@@ -115,6 +115,7 @@ def test_bias_falls_with_the_step() -> None:
     assert abs(errors[2]) < 0.4 * abs(errors[1]) + 2 * noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [5e-4, 2e-2])
 def test_energy_variance_reaches_its_target(wanted: float) -> None:
     """Of single steps, for each weight; and the steps that do so are found from far off."""
@@ -141,6 +142,7 @@ def test_energy_variance_is_lowered_along_the_warmup() -> None:
     assert steps[12] > 1.5 * steps[-1]
 
 
+@pytest.mark.slow
 def test_length_follows_the_autocorrelation() -> None:
     """L = 0.4 integrated autocorrelation times: longer where one coordinate is slow, as long as √P is long in a standard normal."""
     target = FunctionDensity(lambda q: -0.5 * q.square().sum(-1), 25)

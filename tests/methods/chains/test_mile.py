@@ -69,6 +69,7 @@ def test_training_is_compiled_as_fit_is_asked_to(wish: Any, monkeypatch: pytest.
     assert seen == [wish]
 
 
+@pytest.mark.slow
 def test_chains_leave_their_modes() -> None:
     """Members differ, and each chain has a spread of its own around where it started."""
     net, data = problem()
@@ -80,6 +81,7 @@ def test_chains_leave_their_modes() -> None:
     assert float(weights.mean(0).var(0).mean()) > 2 * float(weights.var(0).mean())  # other modes
 
 
+@pytest.mark.slow
 def test_resumed_runs_do_not_train_again(trainings: list[int], tmp_path) -> None:
     net, data = problem()
 

@@ -130,7 +130,7 @@ def _directions(uniform: Tensor, max_depth: int, length: int) -> list[list[bool]
     return [[bool(u >= 0.5) for u in row] for row in uniform[:, columns]]
 
 
-@pytest.mark.parametrize("length", [1, 4, 64])
+@pytest.mark.parametrize("length", [1, 64, pytest.param(4, marks=pytest.mark.slow)])
 def test_same_trees_as_recursion(length: int) -> None:
     """Depth, states, acceptance and divergences of many chains agree with the recursion, whatever the length of blocks."""
     chains, max_depth = 40, 6

@@ -114,6 +114,7 @@ def two_modes(w: Tensor) -> Tensor:
 BIMODAL = FunctionDensity(two_modes, 2, prior=lambda w: -0.5 * (w / 3).square().sum(-1) - 2 * math.log(3) - LOG_2PI)
 
 
+@pytest.mark.slow
 def test_modes_are_visited_in_proportion_where_one_chain_stays() -> None:
     right = torch.full((32, 2), 3.0, dtype=torch.float64)
     alone = run(pl.HMC(draws=100, chains=32, warmup=60, leapfrogs=5), BIMODAL, right)
@@ -152,6 +153,7 @@ def test_linear_gaussian_network_and_going_on() -> None:
     assert longer.log_evidence == pytest.approx(problem.log_evidence(), abs=Z * longer.run["log_evidence_error"])
 
 
+@pytest.mark.slow
 def test_masses_and_steps_after_a_short_warm_up() -> None:
     # Densities of widths 1 and 0.001: inverse masses must span that, and steps must fit the new masses, not the ones before.
     widths = torch.tensor([1.0, 0.03, 0.001], dtype=torch.float64)

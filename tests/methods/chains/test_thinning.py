@@ -74,6 +74,7 @@ def small() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 SETTINGS: dict[str, Any] = {"seed": 3, "progress": False, "compile": False, "likelihood": pl.likelihoods.Gaussian(0.3)}
 
 
+@pytest.mark.slow
 def test_diagnostics_are_of_all_transitions() -> None:
     net, data = small()
     method = pl.HMC(draws=300, chains=2, warmup=60, leapfrogs=6)
