@@ -48,36 +48,13 @@ _METHODS: dict[str, tuple[Any, ...]] = {
 OPERATIONS = {function: method for method, functions in _METHODS.items() for function in functions}
 """Functions → the method of an `Interceptor` that gets their calls."""
 
-METADATA = {
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "names",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-    ),
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__"),
-    *(
-        "is_cuda",
-        "is_cpu",
-        "is_mps",
-        "is_meta",
-        "is_xpu",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_quantized",
-        "is_mkldnn",
-        "is_nested",
-    ),
-    *("is_complex", "is_floating_point", "is_signed", "is_conj", "is_neg", "is_inference", "is_contiguous"),
-}
+_QUESTIONS = """
+shape dtype device layout ndim names itemsize nbytes requires_grad is_leaf grad grad_fn
+size dim ndimension numel nelement stride storage_offset element_size get_device __len__
+is_cuda is_cpu is_mps is_meta is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested
+is_complex is_floating_point is_signed is_conj is_neg is_inference is_contiguous
+"""
+METADATA = set(_QUESTIONS.split())
 """What may be asked of a weight without using its value."""
 
 
@@ -97,11 +74,13 @@ class Interceptor:
     def intercept(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool = False) -> Any:
         """The result of a call; `known` says that it uses a weight."""
         method = OPERATIONS.get(function)
+        # dropout has no weight, and is still wanted
         if method != "dropout" and not (known or self.uses(args) or self.uses(tuple(kwargs.values()))):
             return self.plain(function, args, kwargs)
         if method is not None:
             return getattr(self, method)(function, *args, **kwargs)
-        asked = asked_of(function)
+        asked = getattr(function, "__name__", "")
+        asked = function.__self__.__name__ if asked == "__get__" else asked  # the getter of an attribute
         if asked in self.metadata:
             return self.ask(asked, function, args, kwargs)
         return self.other(function, *args, **kwargs)
@@ -134,15 +113,7 @@ class Interceptor:
     linear = convolution = transposed = embedding = norm = attention = recurrent = dropout = other
 
 
-def asked_of(function: Any) -> str:
-    """The name of a method or of an attribute."""
-    name = getattr(function, "__name__", "")
-    return function.__self__.__name__ if name == "__get__" else name
-
-
-@functools.cache
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.cache(inspect.signature)
 
 
 def arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,6 @@ from torch import Tensor
 from plausible.core.priors import FanIn, Flat, Gaussian, Prior
 from plausible.core.priors.composed import _fan_in
 
-__all__ = ["Quadratic", "bias_correction", "blend", "descend", "deviation", "price", "quadratic", "retract", "wide"]
-
 Positive = Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -95,9 +93,11 @@ def descend(
     `correction` is 1 − β₁ᵗ with this step counted. `clip_radius` bounds each element of the Newton step before the rate.
     """
     momentum = beta1 * momentum + (1 - beta1) * gradient.to(momentum.dtype)
+    # before the mean moves: the step is scaled by what is known now
     curvature = positive(curvature, estimate.to(curvature.dtype) + decay, 1 - beta2)
     here = mean.to(curvature.dtype)
     move = (momentum / correction + decay * (here - centre)) / (curvature + damping)
+    # no operation at all for the default
     if clip_radius < math.inf:
         move = move.clamp(-clip_radius, clip_radius)
     return (here - lr * move).to(mean.dtype), momentum, curvature

@@ -48,7 +48,6 @@ class LoRA(nn.Module):
         nn.init.zeros_(self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, in] → […, out]."""
         return self.base(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
 
     @property
@@ -87,6 +86,7 @@ def lora(
     """
     check_network(network)
     copied = copy.deepcopy(network).requires_grad_(False)
+    # adapted layers stay as they are: no adapter of an adapter
     inside = {id(module.base) for module in copied.modules() if isinstance(module, LoRA)}
     layers = {
         name: module for name, module in copied.named_modules() if isinstance(module, nn.Linear) and id(module) not in inside
@@ -94,6 +94,7 @@ def lora(
     chosen = _chosen(tuple(layers), where, "where", "linear layer")
     parameters = tuple(name for name, _ in copied.named_parameters())
     learned = _chosen(parameters, () if train is None else train, "train", "parameter")
+    # nn.init draws from PyTorch's global generator
     with random.isolated(seed):
         made = {id(layers[name]): LoRA(layers[name], rank, alpha) for name in chosen}
     for name in learned:
@@ -108,6 +109,7 @@ def merged(network: nn.Module) -> nn.Module:
     made: dict[int, nn.Module] = {}
     for module in copied.modules():
         if isinstance(module, LoRA):
+            # a subclass of nn.Linear keeps its class and its hooks
             plain = copy.copy(module.base)
             plain._parameters = {**module.base._parameters, "weight": nn.Parameter(module.weight.detach(), False)}
             made[id(module)] = plain
@@ -117,14 +119,13 @@ def merged(network: nn.Module) -> nn.Module:
 
 
 def _chosen(names: Sequence[str], patterns: Layers, argument: str, what: str) -> list[str]:
-    """The names that match, in order; each pattern must match one."""
     if patterns is None:
         patterns = "*"
     if callable(patterns):
-        found = [name for name in names if patterns(name)]
-        if not found:
+        chosen = [name for name in names if patterns(name)]
+        if not chosen:
             raise ValueError(f"{argument} chooses no {what}; there are: {', '.join(names) or 'none'}")
-        return found
+        return chosen
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in listed:
         if not isinstance(pattern, str):

@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.core.random import generator, permutation
-from plausible.core.weights import tree_map
+from plausible.core.weights import tensors, tree_map
 
 log = logging.getLogger("plausible")
 
@@ -47,30 +47,23 @@ class Batch(NamedTuple):
 
 
 def num_rows(x: Any) -> int:
-    """Length of the leading axis of a tree of inputs."""
     if isinstance(x, Tensor):
         return x.shape[0]
     return len(pytree.tree_leaves(x)[0])
 
 
 def take(x: Any, rows: Any) -> Any:
-    """Select rows of every leaf of a tree of inputs."""
     if isinstance(x, Tensor):
         return x[rows]
     return tree_map(lambda leaf: leaf[rows], x)
 
 
 def select_rows(batch: Batch, rows: Any) -> Batch:
-    """Select rows of every part of a batch."""
-    weight = None if batch.weight is None else batch.weight[rows]
-    mask = None if batch.mask is None else batch.mask[rows]
-    return Batch(take(batch.x, rows), batch.y[rows], weight, mask)
+    return Batch(*(None if part is None else take(part, rows) for part in batch))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two kinds of data
-
-
 class Order:
     """Which rows make up batch t: epochs of fresh permutations, cut into batches of equal size across their borders.
 
@@ -83,6 +76,7 @@ class Order:
 
     def _permutation(self, member: int, epoch: int) -> Tensor:
         if (member, epoch) not in self._cache:
+            # a batch may reach back into the epoch before, never further
             self._cache = {k: v for k, v in self._cache.items() if k[1] >= epoch - 1}
             stream = generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
             self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
@@ -92,6 +86,7 @@ class Order:
         start, stop = first * self.batch_size, (first + count) * self.batch_size
         parts = []
         while start < stop:
+            # epochs laid end to end: no batch is short, no row is left out
             epoch, offset = divmod(start, self.num_data)
             length = min(stop - start, self.num_data - offset)
             parts.append(self._permutation(member, epoch)[offset : offset + length])
@@ -129,23 +124,21 @@ class ArrayData:
         return self.batch
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """One pass in order."""
         for start in range(0, self.num_data, size):
             yield self.rows(slice(start, start + size))
 
     def split(self, fraction: float, seed: int) -> tuple[ArrayData, ArrayData]:
-        """A seeded split into (training, held-out) parts."""
         held = _num_held_out(fraction, self.num_data)
+        # a stream of its own: no batch has this permutation
         order = permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
         return ArrayData(self.rows(order[held:]), self.num_data - held), ArrayData(self.rows(order[:held]), held)
 
     def fingerprint(self) -> str:
         """A hash of shapes, types and values (of evenly spaced rows where there are many)."""
         digest = hashlib.blake2b(digest_size=16)
-        for leaf in pytree.tree_leaves(tuple(self.batch)):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in tensors(tuple(self.batch)):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            # about 64 MiB are hashed, however large the data
             stride = max(1, leaf.numel() * leaf.element_size() // 2**26)
             digest.update(leaf[::stride].contiguous().cpu().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
         return digest.hexdigest()
@@ -186,7 +179,6 @@ class StreamData:
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
     def rows(self, index: Tensor) -> Batch:
-        """The examples of these rows (map-style data sets only)."""
         items = [self.source[int(i)] for i in index]
         try:
             return self.convert(default_collate(items))
@@ -203,14 +195,11 @@ class StreamData:
             batch = self.convert(item)
             seen, largest = seen + len(batch.y), max(largest, len(batch.y))
             yield batch
+        # drop_last and uneven last batches are no reason to speak; ranks see a share each
         if abs(seen - self.num_data) >= largest and not self.told and not torch.distributed.is_initialized():
             self.told = True
-            log.warning(
-                "one pass over the data gave %s examples, but num_data is %s, by which the likelihood is scaled; pass num_data=%s",
-                f"{seen:,}",
-                f"{self.num_data:,}",
-                seen,
-            )
+            known = f"{seen:,} examples, but num_data is {self.num_data:,}"
+            log.warning("one pass over the data gave %s, by which the likelihood is scaled; pass num_data=%s", known, seen)
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """One pass in pieces of about `size`."""
@@ -227,18 +216,14 @@ class StreamData:
         )
 
     def split(self, fraction: float, seed: int) -> tuple[StreamData, StreamData]:
-        """A seeded split of a map-style data set."""
         if not self.indexable:
             raise ValueError(
                 "early stopping needs a held-out part, which a loader cannot give; pass arrays or a map-style Dataset"
             )
         held = _num_held_out(fraction, self.num_data)
-        order = permutation(seed, 2**31 - 1, self.num_data)
-        parts = []
-        for rows in (order[held:], order[:held]):
-            subset = torch.utils.data.Subset(self.source, rows.tolist())
-            parts.append(replace(self, source=subset, num_data=len(rows)))
-        return parts[0], parts[1]
+        order = permutation(seed, 2**31 - 1, self.num_data).tolist()
+        train, rest = (torch.utils.data.Subset(self.source, rows) for rows in (order[held:], order[:held]))
+        return replace(self, source=train, num_data=len(train)), replace(self, source=rest, num_data=held)
 
     def fingerprint(self) -> str:
         """Kind and length: the values of a stream are not read for this."""
@@ -260,7 +245,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         data = data.tensors
     if isinstance(data, (tuple, list)):
         return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
-    if is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)) or not _is_source(data):
+    usable = isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if not usable or is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)):
         hint = "; for a data frame pass (frame[inputs], frame[[target]])" if is_frame(data) else ""
         raise TypeError(f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}{hint}")
     if mask is not None and not isinstance(mask, str):
@@ -275,9 +261,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
     if total == 0:
         raise ValueError("data is empty: the data set has no examples")
-    return StreamData(
-        DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data, total, dtype, device, mask
-    )
+    source = DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data
+    return StreamData(source, total, dtype, device, mask)
 
 
 def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any, num_data: int | None) -> ArrayData:
@@ -297,10 +282,6 @@ def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any
     refuse_nothing_left(weight, observed)
     move = lambda part: None if part is None else part.to(device)  # noqa: E731
     return ArrayData(Batch(x, y.to(device), move(weight), move(observed)), count)
-
-
-def _is_source(data: Any) -> bool:
-    return isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def _length(data: Any) -> tuple[int | None, bool]:

@@ -101,6 +101,7 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:  # noqa: ARG002
         self._refuse_broadcasting(outputs, targets)
+        # the fused kernel, where there are no draws in front
         if outputs.ndim == 2:
             return -F.cross_entropy(outputs, targets.long(), reduction="none")
         index = targets.long().expand(outputs.shape[:-1]).unsqueeze(-1)
@@ -147,7 +148,6 @@ class _Located(Likelihood):
         _set_noise(self, "scale", ("learned", "per-output"))
 
     def _scale(self, outputs: Tensor, weights: Mapping[str, Tensor] | None, log: bool = False) -> Tensor:
-        """The scale or its logarithm, shaped to broadcast against outputs."""
         if isinstance(self.scale, str):
             log_scale = own.aligned(LOG_SCALE, outputs, weights, own_axes=int(self.scale == "per-output"))
             return log_scale if log else log_scale.exp()
@@ -194,7 +194,9 @@ class Gaussian(_Located):
         if transformed():  # vmap inside vmap has a wrong rule for mse_loss
             squares = (outputs - targets).square().sum()
         else:
+            # one kernel, where the plain expression has three and keeps what they leave
             squares = F.mse_loss(outputs, targets, reduction="sum")
+        # the sum of N constants in one number: a training step should not add them one by one
         constant = 0.5 * count * math.log(2 * math.pi)
         if log_scale is None:
             return squares * (-0.5 / self.scale**2) - (count * math.log(self.scale) + constant)
@@ -221,16 +223,32 @@ class StudentT(_Located):
         return own.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
 
 
+class MeanAndNoise(Likelihood):
+    """What Gaussians share whose noise depends on the input: outputs [..., N, 2K], targets [N, K]."""
+
+    kind: ClassVar[str] = "continuous"
+    second: ClassVar[str]
+    """What the second half of the outputs is."""
+
+    def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
+        if len(outputs_shape) < 2 or outputs_shape[-1] % 2:
+            raise ValueError(
+                f"{type(self).__name__} needs outputs of shape [N, 2K], K means and then K {self.second}, got "
+                f"{list(outputs_shape)}: give the network two outputs per target"
+            )
+        return (*outputs_shape[:-1], outputs_shape[-1] // 2)
+
+
 @register
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(MeanAndNoise):
     """p(y | f) = N(y; m, s²) with m the first half of the last axis of f and s = minimum + softplus(second half).
 
     Outputs [..., N, 2K], targets [N, K]: the noise depends on the input (Nix & Weigend 1994).
     """
 
     minimum: float = 1e-3
-    kind: ClassVar[str] = "continuous"
+    second: ClassVar[str] = "raw scales"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "minimum", _positive("minimum", self.minimum))
@@ -238,14 +256,6 @@ class HeteroscedasticGaussian(Likelihood):
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Normal:  # noqa: ARG002
         mean, raw = outputs.chunk(2, -1)
         return distributions.Normal(mean, self.minimum + F.softplus(raw), validate_args=False)
-
-    def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
-        if len(outputs_shape) < 2 or outputs_shape[-1] % 2:
-            raise ValueError(
-                f"HeteroscedasticGaussian needs outputs of shape [N, 2K], K means and then K raw scales, got "
-                f"{list(outputs_shape)}: give the network two outputs per target"
-            )
-        return (*outputs_shape[:-1], outputs_shape[-1] // 2)
 
 
 @register
@@ -273,8 +283,8 @@ class NegativeBinomial(Likelihood):
     kind: ClassVar[str] = "counts"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dispersion, str):
-            object.__setattr__(self, "dispersion", _positive("dispersion", self.dispersion))
+        if not isinstance(self.dispersion, str):  # one number: `_set_noise` would take several
+            _positive("dispersion", self.dispersion)
         _set_noise(self, "dispersion", ("learned",))
 
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.NegativeBinomial:
@@ -334,6 +344,7 @@ def _numbers(name: str, value: Any, allowed: Callable[[float], bool], what: str)
         numbers = tuple(float(v) for v in plain) if isinstance(plain, list | tuple) else float(plain)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number or a sequence of numbers, got {value!r}") from None
+    # True is a number to Python and a mistake here
     each = numbers if isinstance(numbers, tuple) else (numbers,)
     if isinstance(plain, bool) or not each or not all(math.isfinite(v) and allowed(v) for v in each):
         raise ValueError(f"{name} must be {what}, got {value!r}")
@@ -402,7 +413,6 @@ def _check_values(kind: str, targets: Tensor, outputs_shape: Sequence[int]) -> N
 
 
 def _shape_error(name: str, outputs: Sequence[int], expected: tuple[int, ...], got: tuple[int, ...]) -> ValueError:
-    """What to say about targets of shape `got` where `expected` belongs to these outputs."""
     if got == expected[:-1] and expected[-1] == 1:
         fix = "they would broadcast; pass y.unsqueeze(-1), the same as y[:, None]"
     elif got[:-1] == expected and got[-1] == 1:

@@ -29,6 +29,7 @@ def accumulate(function: Callable[[Batch], Any], data: Data, *, chunk: int = 102
         for batch in data.chunks(chunk):
             value = function(batch)
             if value is not None:
+                # not sum(): the first value may be any tree
                 total = value if total is None else pytree.tree_map(lambda a, b: a + b, total, value)
     return total
 
@@ -63,7 +64,6 @@ class Estimator(Protocol[Result]):
 
 
 def run(estimator: Estimator[Result], data: Data, watch: Callable[[int, str], None] | None = None) -> Result:
-    """The result after all passes; `watch` is told the number of examples so far, and the note, behind each batch."""
     done = 0
 
     def add(batch: Batch) -> None:

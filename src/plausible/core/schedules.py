@@ -63,8 +63,7 @@ class Linear(Schedule):
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number(self, "start", at_least=0)
-        check_number(self, "end", at_least=0)
+        check_number(self, "start", "end", at_least=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
         return self.start + (self.end - self.start) * _progress(step, 0, total)
@@ -89,8 +88,8 @@ class Cosine(Schedule):
         check_number(self, "warmup", at_least=0, below=1)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The point on the warm-up line or on the half wave after it."""
         warm = math.ceil(self.warmup * total)
+        # counted from the end, so that the last step comes down to `end` exactly
         wave = self.end + (self.start - self.end) * _half_wave(_progress(total - step, 0, total - warm))
         if not warm:
             return wave
@@ -106,8 +105,7 @@ class Exponential(Schedule):
     end: float
 
     def __post_init__(self) -> None:
-        check_number(self, "start", above=0)
-        check_number(self, "end", above=0)
+        check_number(self, "start", "end", above=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
         return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, 0, total))
@@ -123,8 +121,7 @@ class Steps(Schedule):
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        check_number(self, "value", above=0)
-        check_number(self, "factor", above=0)
+        check_number(self, "value", "factor", above=0)
         given = self.milestones if isinstance(self.milestones, list | tuple) else (self.milestones,)
         for milestone in given:
             if isinstance(milestone, bool) or not isinstance(milestone, numbers.Real) or not 0 < milestone < 1:
@@ -134,6 +131,7 @@ class Steps(Schedule):
     def __call__(self, step: Tensor, total: int) -> Tensor:
         value = torch.full((), self.value, dtype=torch.float32, device=step.device)
         for milestone in self.milestones:
+            # no branch on the step: it is a tensor of a compiled program
             value = torch.where(step >= math.ceil(milestone * total), value * self.factor, value)
         return value
 
@@ -152,9 +150,7 @@ class Polynomial(Schedule):
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        check_number(self, "a", above=0)
-        check_number(self, "b", above=0)
-        check_number(self, "gamma", above=0)
+        check_number(self, "a", "b", "gamma", above=0)
 
     @classmethod
     def between(cls, start: float, end: float, total: int, gamma: float = 0.55) -> Polynomial:
@@ -167,7 +163,6 @@ class Polynomial(Schedule):
         return cls(a=start * b**gamma, b=b, gamma=gamma)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:  # noqa: ARG002
-        """The point on the decaying curve, also beyond the planned steps."""
         start = self.a * self.b**-self.gamma
         return start * torch.exp(-self.gamma * torch.log1p(step.float() / self.b))
 
@@ -189,6 +184,7 @@ class Cyclical(Schedule):
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
         length = max(math.ceil(total / self.cycles), 1)
+        # beyond the plan the value stays, rather than a new wave
         place = torch.remainder(step.clamp(max=max(total - 1, 0)), length)
         return self.start * _half_wave((length - place).float() / length)
 

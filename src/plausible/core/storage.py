@@ -35,33 +35,29 @@ def write_atomically(path: Path, content: bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
+            # a rename may reach the disk before the content does
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # where the system can open folders, a rename is made to survive a power cut
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can open folders."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
     """Named tensors → the bytes of a safetensors file and their sha256."""
+    # safetensors refuses tensors that share memory
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     content = save(plain, metadata={"names": json.dumps(list(plain))})
     return content, hashlib.sha256(content).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Named tensors → a safetensors file; returns its sha256."""
     content, sha256 = pack(tensors)
     write_atomically(path, content)
     return sha256
@@ -79,6 +75,7 @@ def read_tensors(path: Path, sha256: str) -> Weights:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
         tensors = load(content)
+        # safetensors sorts names; the order of weights is kept in its metadata
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return {name: tensors[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
     except (SafetensorError, ValueError, KeyError) as error:
@@ -97,15 +94,18 @@ def _canonical(content: Any) -> bytes:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A dict → JSON with its own checksum."""
     sealed = {**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()}
     write_atomically(path, (json.dumps(sealed, indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """JSON written by `write_json`, checked."""
+
+    def not_json(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_a_number)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_json)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: is {path.parent} a folder written by plausible?") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
@@ -118,10 +118,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _not_a_number(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "path") -> Path:
     """A new or empty folder that can be written, or an error that says what is in the way."""
     folder = Path(path)
@@ -131,6 +127,7 @@ def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "pa
         raise FileExistsError(f"{name}={str(folder)!r} exists and is not empty; choose another, or pass overwrite=True")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # before hours of work, not after them
         probe = folder / ".writable"
         probe.write_bytes(b"")
         probe.unlink()
@@ -141,37 +138,27 @@ def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "pa
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stores of draws
-
-
 class DrawStore(Protocol):
     """Stacked draws of named tensors, asked for by index."""
 
     def __len__(self) -> int: ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
-        ...
+        return {name: tuple(value.shape[1:]) for name, value in next(iter(self.shards())).items()}
 
-    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
-        """These draws, stacked on a leading axis."""
-        ...
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights: ...
 
-    def shards(self) -> Iterable[Weights]:
-        """All draws in pieces."""
-        ...
+    def shards(self) -> Iterable[Weights]: ...
 
 
-class MemoryDraws:
+class MemoryDraws(DrawStore):
     """Draws held as stacked tensors."""
 
     def __init__(self, stacked: Weights):
         self.stacked = stacked
 
     def __len__(self) -> int:
-        return len(next(iter(self.stacked.values())))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape[1:]) for name, value in self.stacked.items()}
+        return _length(self.stacked)
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         if list(rows) == list(range(len(self))):
@@ -183,7 +170,7 @@ class MemoryDraws:
         yield self.stacked
 
 
-class DiskDraws:
+class DiskDraws(DrawStore):
     """Draws in shard files, read when asked for, a few shards kept in memory."""
 
     KEPT = 2
@@ -197,7 +184,7 @@ class DiskDraws:
             self._starts.append(self._starts[-1] + int(shard["draws"]))
 
     def __len__(self) -> int:
-        return self._starts[-1] + (0 if self.tail is None else len(next(iter(self.tail.values()))))
+        return self._starts[-1] + (0 if self.tail is None else _length(self.tail))
 
     def _shard(self, number: int) -> Weights:
         if number == len(self.files):
@@ -205,6 +192,7 @@ class DiskDraws:
             return self.tail
         if number not in self._cache:
             while len(self._cache) >= self.KEPT:
+                # the oldest: draws are mostly read in order
                 self._cache.pop(next(iter(self._cache)))
             shard = self.files[number]
             draws = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
@@ -212,9 +200,6 @@ class DiskDraws:
                 raise ValueError(f"{self.folder / shard['file']} is damaged: expected {shard['draws']} draws of each tensor")
             self._cache[number] = draws
         return self._cache[number]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape[1:]) for name, value in self._shard(0).items()}
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         """These draws, stacked on a leading axis; shards are read in turn, so memory holds the rows asked for and a shard."""
@@ -230,6 +215,7 @@ class DiskDraws:
             for name, value in self._shard(number).items():
                 if name not in chosen:
                     chosen[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+                # into place: what is held is the result and one shard
                 chosen[name][places] = value.cpu().index_select(0, where)
         return {name: value.to(device) for name, value in chosen.items()}
 
@@ -243,7 +229,7 @@ class DiskDraws:
             yield self._shard(number)
 
 
-class JoinedDraws:
+class JoinedDraws(DrawStore):
     """Several stores one after the other."""
 
     def __init__(self, parts: Sequence[DrawStore]):
@@ -251,9 +237,6 @@ class JoinedDraws:
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.parts[0].shapes()
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         rows, pieces, first = list(rows), [], 0
@@ -268,6 +251,7 @@ class JoinedDraws:
         if order == list(range(len(rows))):
             return joined
         back = torch.empty(len(order), dtype=torch.int64)
+        # the inverse permutation
         back[torch.tensor(order)] = torch.arange(len(order))
         return {name: value[back.to(device)] for name, value in joined.items()}
 
@@ -276,7 +260,7 @@ class JoinedDraws:
             yield from part.shards()
 
 
-class PrunedDraws:
+class PrunedDraws(DrawStore):
     """The draws of another store, 0 where a mask is False: for stores that are too large to be written anew.
 
     Draw r belongs to chain r mod `chains`; masks of several chains are stacked on a leading axis.
@@ -353,13 +337,11 @@ class DrawWriter:
         self.add_block({name: value.unsqueeze(0) for name, value in draw.items()})
 
     def add_block(self, draws: Weights) -> None:
-        """Keep several draws, stacked on a leading axis."""
         self.pending.append(draws)
         if self.folder is not None and num_bytes(draws) * len(self.pending) >= self.shard_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending draws as a shard."""
         if not self.pending or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -377,7 +359,6 @@ class DrawWriter:
         self.files, self.pending = self.files[: mark.shards], list(mark.pending)
 
     def store(self) -> DrawStore | None:
-        """What was collected, or None."""
         if not len(self):
             return None
         if not self.files:
@@ -391,5 +372,4 @@ def _length(draws: Weights) -> int:
 
 
 def gather(store: DrawStore) -> Weights:
-    """All draws of a store as stacked tensors in memory."""
     return concatenate(list(store.shards()))

@@ -20,7 +20,7 @@ from plausible.core.special import flushed
 from plausible.core.weights import num_bytes
 
 if TYPE_CHECKING:
-    from plausible.blocks.curvature.output_fisher import OutputFisher
+    from plausible.blocks.curvature.losses import OutputFisher
 
 MEMORY = 2**26
 """Bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together."""
@@ -86,6 +86,7 @@ class Portions:
         """Examples that are ordered together."""
         self._orders = negligible > 0 and self.columns > 1
         if self._orders:
+            # ordering wants many examples at once; streamed inputs have to be held meanwhile
             inputs = 0 if resident else num_bytes(first.x) // num_rows(first.x)
             self.chunk = max(self._size, MEMORY // (32 * self.columns + inputs))
         self._total: Tensor | None = None  # Σ_n F_n,jj so far: [P, C]
@@ -101,7 +102,6 @@ class Portions:
             yield part, None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What was seen so far."""
         numbers = {"numbers": torch.tensor([self.used, self._lost], dtype=torch.float64)}
         return numbers if self._total is None else {**numbers, "total": self._total}
 
@@ -110,7 +110,7 @@ class Portions:
         self.used, self._total = int(used), tensors.get("total")
 
     def _ordered(self, batch: Batch) -> Iterator[tuple[Batch, Choice | None]] | None:
-        """By falling numbers of columns; None where that spares little. The rows of a chunk keep their order."""
+        """By falling numbers of columns; None where that spares little."""
         each, lost = self.needed(batch)
         needed, order = each.sort(descending=True, stable=True)
         counts, cuts = needed.tolist(), [0]
@@ -123,10 +123,9 @@ class Portions:
         self._lost += lost
         assert self._total is not None
         against = self._total.clone()
-        return (
-            (select_rows(batch, order[start:stop].sort().values), Choice(counts[start], against))
-            for start, stop in pairwise(cuts)
-        )
+        # rows of a chunk keep their order, so that those of resident data lie close to each other
+        rows = {start: order[start:stop].sort().values for start, stop in pairwise(cuts)}
+        return ((select_rows(batch, each), Choice(counts[start], against)) for start, each in rows.items())
 
     @torch.no_grad()
     def needed(self, batch: Batch) -> tuple[Tensor, float]:
@@ -140,6 +139,7 @@ class Portions:
             self._lost *= float((self._total / total).nan_to_num(1.0).max())
         self._total = total
         shares = torch.cat([_weighted(fisher.shares(total), weight) for fisher, weight in known])
+        # greedily: the smallest shares go first, up to what may be lost
         rising = shares.flatten().sort().values
         running = rising.double().cumsum(0)
         spared = min(int((running <= self._negligible - self._lost).sum()), len(rising) - 1)
@@ -152,5 +152,4 @@ def _weighted(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def parted(batch: Batch, size: int) -> Iterator[Batch]:
-    """The rows in pieces of at most this size."""
     return (select_rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch.x), size))

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plausible.blocks.moments.activations import RULES, activated, activated_after_scale
-from plausible.blocks.moments.gaussians import Moments, Weight, linear, scaled
+from plausible.blocks.moments.gaussians import RULES, Moments, Weight, activated, activated_after_scale, linear, scaled
 from plausible.core.weights import Weights
 
 SKIPPED = (nn.Identity, nn.Dropout, nn.AlphaDropout)
@@ -23,7 +22,6 @@ class Layer(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """`"0."`, or nothing where the network is the layer itself."""
         return f"{self.name}." if self.name else ""
 
 
@@ -32,9 +30,9 @@ def chain(network: nn.Module, who: str) -> tuple[Layer, ...]:
 
     Layers that do nothing here (identities, dropout) are left out. `who` is the method that asks.
     """
-    found = tuple(_layers("", network, who))
+    layers = tuple(_layers("", network, who))
     seen: dict[int, str] = {}
-    for layer in found:
+    for layer in layers:
         for name, weight in layer.module.named_parameters(recurse=False):
             if id(weight) in seen:
                 raise ValueError(
@@ -42,7 +40,7 @@ def chain(network: nn.Module, who: str) -> tuple[Layer, ...]:
                     "other, which moments layer by layer do not follow; untie them, or use MeanField(estimator='weights')"
                 )
             seen[id(weight)] = f"{layer.prefix}{name}"
-    return found
+    return layers
 
 
 def _layers(name: str, module: nn.Module, who: str) -> list[Layer]:
@@ -87,8 +85,8 @@ class Network(NamedTuple):
         return None if held is None else Weight(held.detach())
 
     def buffer(self, layer: Layer, name: str) -> Tensor:
-        found = self.buffers.get(layer.prefix + name)
-        return getattr(layer.module, name) if found is None else found
+        held = self.buffers.get(layer.prefix + name)
+        return getattr(layer.module, name) if held is None else held
 
 
 def propagate(network: Network, x: Any, *, full: bool, terms: int, train: bool = False) -> tuple[Moments, dict[str, Tensor]]:
@@ -115,6 +113,7 @@ def propagate(network: Network, x: Any, *, full: bool, terms: int, train: bool =
             weight, bias = network.weight(layer, "weight"), network.weight(layer, "bias")
             assert weight is not None
             moments = linear(moments, weight, bias, full=full)
+        # a random scale in front of an activation makes it non-Gaussian: both are done together below
         elif isinstance(module, nn.BatchNorm1d):
             _require_rows(moments.mean, layer)
             moments, changed = _normalised(network, layer, module, moments, train and layer.name not in network.evaluated)
@@ -166,7 +165,6 @@ def _normalised(
 def model_network(
     model: Any, who: str, means: Weights, variances: Weights, buffers: Weights, layers: tuple[Layer, ...] | None = None
 ) -> Network:
-    """The network of a model with these weights; `layers` where they are known."""
     return Network(layers or chain(model.network, who), means, variances, buffers, model.evaluated)
 
 
@@ -180,8 +178,9 @@ def check(model: Any, x: Any, who: str) -> tuple[Layer, ...]:
     layers = chain(model.network, who)
     network = Network(layers, model.initial, {}, model.buffers, model.evaluated)
     with torch.no_grad():
-        found = propagate(network, x, full=False, terms=0)[0].mean
+        # without variances moments are the plain forward pass, which must agree with the network's own
+        means = propagate(network, x, full=False, terms=0)[0].mean
         wanted = model.outputs({**model.initial, **model.buffers}, x)
-    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+    if means.shape != wanted.shape or not torch.allclose(means, wanted, rtol=1e-3, atol=1e-4):
         raise ValueError(f"{who}: the network does something else than its layers in turn; are there hooks that change values?")
     return layers

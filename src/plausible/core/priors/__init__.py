@@ -7,11 +7,10 @@ are frozen dataclasses: hashable, comparable, stored as JSON. `Earlier` is a Gau
 all its weights.
 """
 
-from plausible.core.priors.base import Prior, Rule
 from plausible.core.priors.composed import FanIn, Patterns, as_prior
 from plausible.core.priors.earlier import Earlier
 from plausible.core.priors.hierarchical import Hierarchical
-from plausible.core.priors.rules import Flat, Gaussian, Horseshoe, Laplace, LogUniform, ScaleMixture, StudentT
+from plausible.core.priors.rules import Flat, Gaussian, Horseshoe, Laplace, LogUniform, Prior, Rule, ScaleMixture, StudentT
 
 __all__ = [
     "Earlier",

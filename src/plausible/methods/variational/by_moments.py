@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.blocks.moments.activations import SCALE_NODES
 from plausible.blocks.moments.expectations import NOISE_NODES, expected_log_prob
-from plausible.blocks.moments.gaussians import Weight
+from plausible.blocks.moments.gaussians import NODES, SCALE_NODES, Weight, prime
 from plausible.blocks.moments.networks import Layer, check, model_network, propagate
-from plausible.blocks.moments.quadrature import NODES, prime
 from plausible.blocks.variational import entropy, expected_log_prior
 from plausible.core.data import num_rows
 from plausible.core.model import Model

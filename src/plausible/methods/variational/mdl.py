@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from plausible.blocks.moments.activations import RULES
+from plausible.blocks.moments.gaussians import RULES
 from plausible.blocks.moments.networks import Layer
 from plausible.blocks.variational import entropy
 from plausible.core import likelihoods

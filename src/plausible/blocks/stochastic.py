@@ -1,4 +1,28 @@
-"""The tensor type, and what it does where it is used: see `plausible.stochastic`."""
+"""Weights that are distributions: one tensor type, every estimator, any module.
+
+A weight w ~ N(μ, σ²), elementwise, is handed to a network in place of a parameter. With noise ε, ζ ~ N(0, 1) and random signs s:
+
+    weights   w = μ + σ ε                                        one draw of the weights for the whole batch
+    local     op(x, w) = op(x, μ) + √op(x², σ²) ζ                one ζ for each output element
+    flipout   op(x, w) = op(x, μ) + s_out ∘ op(x ∘ s_in, σ ε)    one ε for all, signs for each example
+
+"Local" is Kingma, Salimans & Welling (2015, "Variational dropout and the local reparameterization trick"), flipout is Wen et al.
+(2018, "Flipout: efficient pseudo-independent weight perturbations on mini-batches"). Each gives each output the same mean and
+variance; the last two make examples uncorrelated, which lowers the variance of gradients. Both need an `op` that is linear in the
+weight: `F.linear`, convolutions and transposed convolutions of 1 to 3 dimensions. `op` has the bias in it, random or not.
+
+`gaussian` gives a tensor that carries μ and σ and answers `__torch_function__`, so that any module runs unchanged, in eager mode,
+under `torch.func` and in `torch.compile(fullgraph=True)`. Anywhere but in those operations (embeddings, norms, recurrent nets,
+attention, arithmetic) the weight is sampled, once for all its uses. Its own storage holds NaN: code that reads it past
+`__torch_function__` does not get a silent mean. Independent noise for each use would be wrong for a weight that is used twice,
+and at the first use nobody knows of the second. `survey` finds out beforehand:
+
+    ways = survey(lambda weights: call(network, weights, x), means, "local")  # once
+    noise = Noise(key, counter)  # for each forward pass
+    outputs = call(network, gaussians(means, scales, noise, ways), x)
+
+Cost of a layer: one `op` for weights, two for local and flipout, and their noise: see `plausible.random`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +34,104 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.interception import AXES, Interceptor, Watched
-from plausible.blocks.stochastic.noise import Noise
+from plausible.core import random
 from plausible.core.weights import Weights
 
 ESTIMATORS = ("weights", "local", "flipout")
 FALLBACK = "weights (fallback)"  # sampled, since it is used otherwise than once by a linear operation
+
+
+class Noise:
+    """The noise of one forward pass: on the CPU a pure function of (key, counter, weight name, purpose).
+
+    `key` is int64 [2], `counter` an integer or an int64 tensor, usually the number of the step: see `plausible.random`, which also
+    says what holds on a GPU. Under `torch.func.vmap` map the key or the counter. Make a new one for each forward pass: within one,
+    all uses of a sampled weight see one draw.
+
+    `drawn` has the values of the weights that were sampled, by name; `record` says for each weight that was used how its noise
+    was drawn: "weights", "local", "flipout" or `FALLBACK`. Pass a dictionary as `record` to have it filled.
+
+    `antithetic=True` keeps the normal noise, so that `mirrored` can give the same pass with −ε and −ζ.
+    """
+
+    def __init__(self, key: Tensor, counter: Tensor | int, *, antithetic: bool = False, record: dict[str, str] | None = None):
+        if tuple(key.shape) != (2,):
+            raise ValueError(
+                f"key: got shape {tuple(key.shape)}, expected [2]: one key; for stacked members map the keys with torch.func.vmap"
+            )
+        self.key, self.counter, self.antithetic = key, counter, antithetic
+        self.record: dict[str, str] = {} if record is None else record
+        self.drawn: Weights = {}
+        self._kept: dict[Any, dict[str, Tensor]] = {}
+        self._sign = 1
+        self._names: set[str] = set()  # weights that were made
+        self._spent: set[str] = set()  # weights whose noise went into the outputs of a linear operation
+
+    @classmethod
+    def several(
+        cls, key: Tensor, counter: Tensor | int, samples: int, *, antithetic: bool = False, record: dict[str, str] | None = None
+    ) -> list[Noise]:
+        """The noise of `samples` passes, sample i with the key folded with i (and 0 left as it is).
+
+        With `antithetic`, sample ⌈S/2⌉ + i mirrors sample i, i < ⌊S/2⌋; of an odd number one is without a partner.
+        """
+        if samples < 1:
+            raise ValueError(f"samples: got {samples}, expected at least 1")
+        first = samples - samples // 2 if antithetic else samples
+        keys = [random.fold(key, i) if i and key.device.type == "cpu" else key for i in range(first)]
+        noises = [cls(each, counter, antithetic=antithetic, record=record) for each in keys]
+        return noises + [noise.mirrored() for noise in noises[: samples - first]]
+
+    def mirrored(self) -> Noise:
+        """The antithetic partner: −ε and −ζ where this pass has ε and ζ, and the same random signs.
+
+        Both share their noise in memory, so that it also holds where PyTorch's generator draws it, on a GPU.
+        """
+        if not self.antithetic:
+            raise ValueError("mirrored: this noise is not kept; make it with Noise(key, counter, antithetic=True)")
+        partner = Noise(self.key, self.counter, antithetic=True, record=self.record)
+        partner._kept, partner._sign = self._kept, -self._sign
+        return partner
+
+    def normal(self, name: str, like: Tensor) -> Tensor:
+        """N(0, 1) of the shape, type and device of `like`, for the purpose `name`."""
+        return self._kept_or_drawn(name, lambda: {name: random.normal(self._key(name), self.counter, like)})[name]
+
+    def normals(self, like: Mapping[str, Tensor]) -> Weights:
+        """N(0, 1) for all of `like` in one draw of the key itself: it depends on which names are drawn together."""
+        return self._kept_or_drawn(tuple(like), lambda: random.normal(self.key, self.counter, like))
+
+    def signs(self, name: str, shape: list[int], like: Tensor) -> Tensor:
+        """±1 with probability ½ each, of type and device of `like`; the same in both of an antithetic pair."""
+
+        def draw() -> Weights:
+            uniform = random.uniform(self._key(name), self.counter, like.new_empty(shape))
+            return {name: 1 - 2 * (uniform < 0.5).to(like.dtype)}
+
+        return self._kept_or_drawn(name, draw, sign=1)[name]
+
+    def _kept_or_drawn(self, purpose: Any, draw: Callable[[], Weights], sign: int | None = None) -> Weights:
+        # an antithetic partner shares what was drawn for the same purpose
+        drawn = self._kept.get(purpose) or draw()
+        if self.antithetic:
+            self._kept[purpose] = drawn
+        return drawn if (sign or self._sign) == 1 else {name: -noise for name, noise in drawn.items()}
+
+    def _key(self, name: str) -> Tensor:
+        # off the CPU the noise does not depend on the key, and folding is slow
+        return random.fold(self.key, _number(name)) if self.key.device.type == "cpu" else self.key
+
+    def _note(self, name: str, way: str) -> None:
+        if self.record.get(name) != way:  # compiled steps repeat each assignment
+            self.record[name] = way
+
+
+def _number(name: str) -> int:
+    """Sixty-four bits that stand for a name (FNV-1a), in arithmetic that the compiler follows."""
+    number = 0xCBF29CE484222325
+    for byte in name.encode():
+        number = (number ^ byte) * 0x100000001B3 % 2**64
+    return number
 
 
 class Gaussian(Watched):
@@ -57,6 +174,7 @@ def gaussians(
     """
     chosen = {name: ways if isinstance(ways, str) else ways[name] for name in means}
     sampled = {name: mean for name, mean in means.items() if chosen[name] in ("weights", FALLBACK)}
+    # one call of the generator for all of them
     numbers = noise.normals(sampled)
     made = {}
     for name, mean in means.items():
@@ -114,8 +232,6 @@ def log_density(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How a weight is used
-
-
 class _Survey:
     """In the place of noise: counts the uses of each weight, all of which see its mean."""
 
@@ -143,43 +259,43 @@ class _Noisy(Interceptor):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    def linear(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return _linear(function, *args, **kwargs)
+    def linear(self, function: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:  # type: ignore[override]
+        """Op(x, w) by the estimator of the weight, or of the bias where the weight is not random."""
+        x, weight, bias = _value(input), _settled(weight), _settled(bias)
+        if isinstance(weight, Gaussian) and isinstance(bias, Gaussian) and weight._estimator != bias._estimator:
+            # no estimator fits both: sample them
+            weight, bias = _value(weight), _value(bias)
 
-    convolution = transposed = linear
+        def op(x: Tensor, of: Callable[[Gaussian], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
+            w, b = (of(part) if isinstance(part, Gaussian) else otherwise(part) for part in (weight, bias))
+            return function(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * AXES[function])
+
+        mean = op(x, lambda part: part._mean, lambda value: value)
+        parts = [part for part in (weight, bias) if isinstance(part, Gaussian)]
+        if not parts:
+            return mean
+        noise, name = parts[0]._noise, parts[0]._name
+        if isinstance(noise, _Survey):
+            several = mean.numel() > math.prod(_per_example(mean, function))  # the weight acts at several places of one example
+            for part in parts:
+                noise.count(part._name, "places" if several else "linear")
+            return mean
+        for part in parts:
+            if part._name in noise._spent:
+                raise _used_again(part)
+            noise._spent.add(part._name)
+            noise._note(part._name, part._estimator)
+        if parts[0]._estimator == "local":
+            variance = op(x * x, lambda part: part._scale * part._scale, lambda _: None)
+            return mean + _root(variance) * noise.normal(f"{name}: local", mean)
+        signed = x * noise.signs(f"{name}: in", _per_example(x, function), x) if isinstance(weight, Gaussian) else x
+        change = op(signed, lambda part: part._scale * noise.normal(part._name, part._mean), lambda _: None)
+        return mean + change * noise.signs(f"{name}: out", _per_example(mean, function), mean)
+
+    convolution = transposed = linear  # type: ignore[assignment]
 
 
 Gaussian.interceptor = _Noisy()
-
-
-def _linear(func: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:
-    """Op(x, w) by the estimator of the weight, or of the bias where the weight is not random."""
-    x, weight, bias = _value(input), _settled(weight), _settled(bias)
-    if isinstance(weight, Gaussian) and isinstance(bias, Gaussian) and weight._estimator != bias._estimator:
-        weight, bias = _value(weight), _value(bias)
-
-    def op(x: Tensor, of: Callable[[Gaussian], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
-        w, b = (of(part) if isinstance(part, Gaussian) else otherwise(part) for part in (weight, bias))
-        return func(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * AXES[func])
-
-    mean = op(x, lambda part: part._mean, lambda value: value)
-    parts = [part for part in (weight, bias) if isinstance(part, Gaussian)]
-    if not parts:
-        return mean
-    noise, name = parts[0]._noise, parts[0]._name
-    if isinstance(noise, _Survey):
-        several = mean.numel() > math.prod(_per_example(mean, func))  # the weight acts at several places of one example
-        for part in parts:
-            noise.count(part._name, "places" if several else "linear")
-        return mean
-    for part in parts:
-        _spend(part)
-    if parts[0]._estimator == "local":
-        variance = op(x * x, lambda part: part._scale * part._scale, lambda _: None)
-        return mean + _root(variance) * noise.normal(f"{name}: local", mean)
-    signed = x * noise.signs(f"{name}: in", _per_example(x, func), x) if isinstance(weight, Gaussian) else x
-    change = op(signed, lambda part: part._scale * noise.normal(part._name, part._mean), lambda _: None)
-    return mean + change * noise.signs(f"{name}: out", _per_example(mean, func), mean)
 
 
 def _per_example(x: Tensor, func: Any) -> list[int]:
@@ -216,6 +332,7 @@ def _value(part: Any) -> Any:
         return part._mean
     if name in noise._spent:
         raise _used_again(part)
+    # the first use may be under no_grad (a norm's statistics), a later one may need the gradient
     with torch.set_grad_enabled(part._tracked):
         return _draw(part._mean, part._scale, noise, FALLBACK, name, noise.normal(name, part._mean))
 
@@ -224,14 +341,6 @@ def _draw(mean: Tensor, scale: Tensor, noise: Noise, way: str, name: str, number
     noise._note(name, way)
     noise.drawn[name] = drawn = torch.addcmul(mean, scale, numbers)
     return drawn
-
-
-def _spend(part: Gaussian) -> None:
-    noise, name = part._noise, part._name
-    if name in noise._spent:
-        raise _used_again(part)
-    noise._spent.add(name)
-    noise._note(name, part._estimator)
 
 
 def _used_again(part: Gaussian) -> RuntimeError:
@@ -246,6 +355,7 @@ def _made(mean: Tensor, scale: Tensor, noise: Noise | _Survey, estimator: str, n
     if isinstance(noise, _Survey):
         values = mean
     else:
+        # NaN without memory: code that reads past `__torch_function__` shows at once
         values = torch.full((), math.nan, dtype=mean.dtype, device=mean.device).expand(mean.shape)
     made: Any = values.as_subclass(Gaussian)
     made._mean, made._scale, made._noise, made._estimator, made._name = mean, scale, noise, estimator, name
@@ -254,7 +364,6 @@ def _made(mean: Tensor, scale: Tensor, noise: Noise | _Survey, estimator: str, n
 
 
 def _check(mean: Tensor, scale: Tensor, noise: Noise, name: str | None) -> str:
-    """The name to use."""
     name = f"weight {len(noise._names)}" if name is None else name
     if name in noise._names:
         raise ValueError(f"name: {name!r} was given to two weights of one Noise, expected a name for each")
