@@ -14,21 +14,15 @@ from plausible.blocks.curvature.structures import Curvature, flat, flat_precisio
 from plausible.core.special import widest
 from plausible.core.weights import Weights
 
-Joint = Callable[[Weights], tuple[Tensor, Weights]]
-"""Weights → the log joint and its gradient."""
-Flat = Callable[[Tensor], tuple[float, Tensor]]
-"""A vector → a loss and its gradient."""
+Joint = Callable[[Weights], tuple[Tensor, Weights]]  # weights → the log joint and its gradient
+Flat = Callable[[Tensor], tuple[float, Tensor]]  # a vector → a loss and its gradient
 At = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
 """Weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood."""
 
-LIMIT = 2000
-"""Weights up to which factorising the curvature at every step is worth it."""
-SETTLED = 1e-6
-"""Mean squared distance to the mode, in posterior standard deviations, at which climbing ends."""
-STILL = 1e-9
-"""Change of the loss, or of every coordinate, below which L-BFGS ends."""
-FLAT = 1e-8
-"""Largest slope at which L-BFGS ends."""
+LIMIT = 2000  # weights up to which factorising the curvature at every step is worth it
+SETTLED = 1e-6  # mean squared distance to the mode, in posterior standard deviations, at which climbing ends
+STILL = 1e-9  # change of the loss, or of every coordinate, below which L-BFGS ends
+FLAT = 1e-8  # largest slope at which L-BFGS ends
 
 
 class Descent(NamedTuple):

@@ -1,15 +1,14 @@
 """What a network does with its weights, seen from outside, whatever the classes of its modules.
 
 An `Interceptor` is called in place of PyTorch's functions. It says which tensors are weights (`name`); calls that use one are
-handed to the method for their operation, each of which runs the call as any `other` unless a descendant says better. So one place
-knows what a linear layer, a norm or a recurrent net looks like from outside; laws of noise, records of Jacobians and masks of
-dropout are descendants of it. Calls come in through two doors:
+handed to the method for their operation, each of which runs the call as any `other` unless a descendant says better: laws of
+noise, records of Jacobians and masks of dropout are descendants. Calls come in through two doors:
 
     Watched   a tensor in the place of a weight, which reports what is done with it; all other calls run as fast as ever
     Watch     a mode under which every call is seen, also those without a weight (`dropout`, `plain`)
 
-Both work in eager mode, under `torch.func` and in `torch.compile(fullgraph=True)`. What calls no function of PyTorch that can be
-overridden (a custom `torch.autograd.Function`, a scripted function) is not seen.
+Both work in eager mode, under `torch.func` and in `torch.compile(fullgraph=True)`. What calls no function of PyTorch that can
+be overridden (a custom `torch.autograd.Function`, a scripted function) is not seen.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ size dim ndimension numel nelement stride storage_offset element_size get_device
 is_cuda is_cpu is_mps is_meta is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested
 is_complex is_floating_point is_signed is_conj is_neg is_inference is_contiguous
 """
-METADATA = set(_QUESTIONS.split())
-"""What may be asked of a weight without using its value."""
+METADATA = set(_QUESTIONS.split())  # what may be asked of a weight without using its value
 
 
 class Interceptor:

@@ -2,19 +2,19 @@
 
     q(w) = N(m, σ²),   σ² = 1/(λ s),   s = h + δ
 
-λ is the effective number of examples (N over the temperature), h the curvature of the mean loss per example, δ the precision of the
-prior over N. The natural gradients of the evidence bound with respect to mean and precision give (Khan & Rue 2023, "The Bayesian
-learning rule")
+λ is the effective number of examples (N over the temperature), h the curvature of the mean loss per example, δ the precision of
+the prior over N. The natural gradients of the evidence bound with respect to mean and precision give (Khan & Rue 2023, "The
+Bayesian learning rule")
 
     g ← β₁ g + (1 − β₁) ĝ
     s ← s · ρ(u),   u = (1 − β₂)(ĥ + δ − s)/s
     m ← m − lr · (g/(1 − β₁ᵗ) + δ (m − centre)) / (s + damping)
 
 with ĝ the gradient of the mean loss at w = m + σε and ĥ an estimate of its second derivative there. IVON (Shen et al. 2024,
-"Variational learning is effective for large deep networks") takes ĥ = ĝ ε/σ and ρ(u) = 1 + u + ½u², which is h ← β₂h + (1 − β₂)ĥ +
-½(1 − β₂)²(h − ĥ)²/(h + δ). VOGN (Khan et al. 2018, "Fast and scalable Bayesian deep learning by weight-perturbation in Adam")
-takes a Gauss-Newton estimate and ρ(u) = 1 + u. The sum s is what is kept, not h: it is multiplied by a number of at least ½, so
-that it stays positive in floating point too.
+"Variational learning is effective for large deep networks") takes ĥ = ĝ ε/σ and ρ(u) = 1 + u + ½u², which is h ← β₂h + (1 −
+β₂)ĥ + ½(1 − β₂)²(h − ĥ)²/(h + δ). VOGN (Khan et al. 2018, "Fast and scalable Bayesian deep learning by weight-perturbation in
+Adam") takes a Gauss-Newton estimate and ρ(u) = 1 + u. The sum s is what is kept, not h: it is multiplied by a number of at
+least ½, so that it stays positive in floating point too.
 
 Everything here is elementwise, of any shape, and runs in `torch.func`, `torch.compile` and CUDA graphs. Mean, gradient and
 curvature of one weight may differ in type; the arithmetic is that of the curvature, which `wide` makes float32 at least.

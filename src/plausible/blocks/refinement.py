@@ -46,9 +46,9 @@ def refine(
 
         W = p(w_T, D) Π_t N(r'_t) / (q₀(w_0) Π_t N(r_t)),   E W = p(D),   E log W ≤ log p(D),
 
-    since (w_0, r_1 … r_T) ↦ (w_T, r'_1 … r'_T) keeps volumes (Salimans, Kingma & Welling 2015). With one leapfrog step N(r'_t) is
-    the density of the reverse Langevin kernel. Stacked draws have a leading axis in `weights` and `momenta`. Cost:
-    1 + T·`leapfrog` gradients.
+    since (w_0, r_1 … r_T) ↦ (w_T, r'_1 … r'_T) keeps volumes (Salimans, Kingma & Welling 2015). With one leapfrog step N(r'_t)
+    is the density of the reverse Langevin kernel. Stacked draws have a leading axis in `weights` and `momenta`. Cost: 1 +
+    T·`leapfrog` gradients.
     """
     value, grads, buffers = slope(weights)
     ratio = torch.zeros_like(value)
@@ -105,8 +105,8 @@ def slope_in_training(model: Model, points: Weights, buffers: Weights, batch: Ba
 def slope_of_draws(model: Model, fixed: Weights, batches: Callable[[], Iterable[Batch]], *, each: bool = False) -> Slope:
     """The slope of stacked draws, the network in evaluation mode: values [S] in float64.
 
-    `batches()` are the parts of the data, whose log-likelihoods are added up; with `each`, one batch with a leading axis that has
-    for each draw rows of its own, scaled by N/B. Draws run one by one where vmap has no rule for the network.
+    `batches()` are the parts of the data, whose log-likelihoods are added up; with `each`, one batch with a leading axis that
+    has for each draw rows of its own, scaled by N/B. Draws run one by one where vmap has no rule for the network.
     """
 
     def likelihood(weights: Weights, batch: Batch) -> tuple[Tensor, tuple[()]]:
@@ -144,8 +144,7 @@ def slope_of_draws(model: Model, fixed: Weights, batches: Callable[[], Iterable[
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Draws
-COPIES = 4
-"""How many times more memory an example takes with its gradients and momenta than in a forward pass."""
+COPIES = 4  # how many times more memory an example takes with its gradients and momenta than in a forward pass
 
 
 class Guess(NamedTuple):
@@ -219,10 +218,8 @@ def refined_group(
     stream = random.generator(seed, 13, number)
 
     def normals() -> Weights:
-        return {
-            name: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)
-            for name, mean in guess.means.items()
-        }
+        noise = lambda mean: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)  # noqa: E731
+        return {name: noise(mean) for name, mean in guess.means.items()}
 
     with random.isolated(seed + number, first.device):  # for networks that draw numbers themselves, and for loaders
         slopes.wind(number * (1 + further))
@@ -239,8 +236,6 @@ def refined_group(
             # densities on batches are noisy: a test with them would not be Metropolis's
             accept = accept if slopes.whole else torch.ones_like(accept)
             value = torch.where(accept, end.value, value)
-            current = {
-                name: torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
-                for name, old in current.items()
-            }
+            for name, old in current.items():
+                current[name] = torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
     return current, log_weights.double()

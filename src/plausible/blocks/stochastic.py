@@ -11,17 +11,11 @@ A weight w ~ N(μ, σ²), elementwise, is handed to a network in place of a para
 variance; the last two make examples uncorrelated, which lowers the variance of gradients. Both need an `op` that is linear in the
 weight: `F.linear`, convolutions and transposed convolutions of 1 to 3 dimensions. `op` has the bias in it, random or not.
 
-`gaussian` gives a tensor that carries μ and σ and answers `__torch_function__`, so that any module runs unchanged, in eager mode,
-under `torch.func` and in `torch.compile(fullgraph=True)`. Anywhere but in those operations (embeddings, norms, recurrent nets,
-attention, arithmetic) the weight is sampled, once for all its uses. Its own storage holds NaN: code that reads it past
-`__torch_function__` does not get a silent mean. Independent noise for each use would be wrong for a weight that is used twice,
-and at the first use nobody knows of the second. `survey` finds out beforehand:
-
-    ways = survey(lambda weights: call(network, weights, x), means, "local")  # once
-    noise = Noise(key, counter)  # for each forward pass
-    outputs = call(network, gaussians(means, scales, noise, ways), x)
-
-Cost of a layer: one `op` for weights, two for local and flipout, and their noise: see `plausible.random`.
+`gaussian` gives a tensor that carries μ and σ and answers `__torch_function__`, so that any module runs unchanged, in eager
+mode, under `torch.func` and in `torch.compile(fullgraph=True)`. Anywhere but in those operations (embeddings, norms, recurrent
+nets, attention, arithmetic) the weight is sampled, once for all its uses. Independent noise for each use would be wrong for a
+weight that is used twice, and at the first use nobody knows of the second: `survey` finds out beforehand. Cost of a layer: one
+`op` for weights, two for local and flipout, and their noise.
 """
 
 from __future__ import annotations
@@ -44,14 +38,11 @@ FALLBACK = "weights (fallback)"  # sampled, since it is used otherwise than once
 class Noise:
     """The noise of one forward pass: on the CPU a pure function of (key, counter, weight name, purpose).
 
-    `key` is int64 [2], `counter` an integer or an int64 tensor, usually the number of the step: see `plausible.random`, which also
-    says what holds on a GPU. Under `torch.func.vmap` map the key or the counter. Make a new one for each forward pass: within one,
-    all uses of a sampled weight see one draw.
-
-    `drawn` has the values of the weights that were sampled, by name; `record` says for each weight that was used how its noise
-    was drawn: "weights", "local", "flipout" or `FALLBACK`. Pass a dictionary as `record` to have it filled.
-
-    `antithetic=True` keeps the normal noise, so that `mirrored` can give the same pass with −ε and −ζ.
+    `key` is int64 [2], `counter` usually the number of the step: see `core.random`. Under `torch.func.vmap` map the key or the
+    counter. Make a new one for each forward pass: within one, all uses of a sampled weight see one draw. `drawn` has the values
+    of the weights that were sampled, by name; `record` (or the dictionary given for it) how the noise of each was drawn:
+    "weights", "local", "flipout" or `FALLBACK`. `antithetic=True` keeps the normal noise, so that `mirrored` can give the same
+    pass with −ε and −ζ.
     """
 
     def __init__(self, key: Tensor, counter: Tensor | int, *, antithetic: bool = False, record: dict[str, str] | None = None):
@@ -151,8 +142,8 @@ class Gaussian(Watched):
 def gaussian(mean: Tensor, scale: Tensor, noise: Noise, estimator: str = "weights", name: str | None = None) -> Tensor:
     """N(mean, scale²), elementwise, as a tensor that a network takes for a parameter.
 
-    `mean` and `scale` have one shape; gradients flow to both. `name` tells the weights of one `Noise` apart (numbered where none
-    is given). With estimator "weights" (or `FALLBACK`, which `survey` gives) it is sampled here and now: a plain tensor.
+    `mean` and `scale` have one shape; gradients flow to both. `name` tells the weights of one `Noise` apart (numbered where
+    none is given). With estimator "weights" (or `FALLBACK`, which `survey` gives) it is sampled here and now: a plain tensor.
     With "local" and "flipout" it is a `Gaussian`, for this pass only. A `RuntimeError` says if it is used again after its noise
     went into the outputs of a linear operation: `survey` tells which weights must be sampled instead.
     """
@@ -190,13 +181,10 @@ def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], esti
     """For each weight how its noise can be drawn: the estimator where one linear operation uses it, and `FALLBACK` elsewhere.
 
     Where the operation uses the weight at several places of an example (convolutions, linear layers over a sequence), local noise
-    would be independent between places that one draw of the weight moves together: averages over places would lose it, and
-    expectations under such noise are not those under q. Flipout has one draw for all places of an example: it is used there.
-
-    Calls `function(weights)` once, at the means, and counts the uses of each weight; let it run the network in evaluation mode, so
-    that dropout and running statistics see nothing of it. A weight that is used twice (tied, or in a module that is called in a
-    loop), by other operations, or by code that hides its operations (a custom `torch.autograd.Function`, a scripted function) is to
-    be sampled. With estimator "weights" nothing is run.
+    would be independent between places that one draw of the weight moves together, and expectations under it are not those under q.
+    Flipout has one draw for all places of an example: it is used there. Calls `function(weights)` once, at the means, in evaluation
+    mode, and counts the uses of each weight. One that is used twice (tied, or in a module that is called in a loop), by other
+    operations, or by code that hides its operations (a custom `torch.autograd.Function`, a scripted function) is to be sampled.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")

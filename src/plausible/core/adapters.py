@@ -22,9 +22,9 @@ class LoRA(nn.Module):
     """y = W x + b + (α/r)·B (A x): a linear layer with frozen W and b, and A `[r, in]`, B `[out, r]` to be learned.
 
     Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models. B starts at 0, so that the network starts as it was; A
-    starts as a linear layer does. In code W and b are `base`, A is `down`, B is `up`. Cost beyond the layer: r·(in + out) products
-    an input. `weight` and `bias` are those of the plain layer that computes the same, for modules that read them from outside,
-    such as `nn.MultiheadAttention`.
+    starts as a linear layer does. In code W and b are `base`, A is `down`, B is `up`. Cost beyond the layer: r·(in + out)
+    products an input. `weight` and `bias` are those of the plain layer that computes the same, for modules that read them from
+    outside, such as `nn.MultiheadAttention`.
     """
 
     def __init__(self, base: nn.Linear, rank: int = 4, alpha: float | None = None):
@@ -71,18 +71,10 @@ def lora(
         adapted = pl.adapters.lora(pretrained, rank=4, where="*attention*", train="head.*")
         posterior = pl.fit(adapted, data, pl.Laplace(structure="kron"))
 
-    Args:
-        network: any module; never changed.
-        rank: r, columns of B and rows of A.
-        where: which `nn.Linear` layers, by the names of `network.named_modules()`: a shell-style pattern or several, a predicate of
-            the name, or None for all of them.
-        alpha: BA is scaled by alpha/rank; None is alpha = rank.
-        train: parameters that are learned beside the adapters, by the names of `network.named_parameters()`: often a new head.
-        seed: of the first values of A.
-
-    All other parameters get `requires_grad=False`. The projections of queries, keys and values in `nn.MultiheadAttention` are one
-    bare parameter and no linear layer: they stay frozen.
-
+    `where` chooses `nn.Linear` layers by the names of `network.named_modules()`: a shell-style pattern or several, a predicate of
+    the name, or None for all of them. BA is scaled by alpha/rank (None: by 1). `train` names parameters that are learned beside the
+    adapters, often a new head; all others get `requires_grad=False`. `seed` is that of the first values of A. The projections of
+    queries, keys and values in `nn.MultiheadAttention` are one bare parameter and no linear layer: they stay frozen.
     """
     check_network(network)
     copied = copy.deepcopy(network).requires_grad_(False)

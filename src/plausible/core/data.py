@@ -8,10 +8,9 @@ pure function of the seed, so that a resumed run sees what an uninterrupted one 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ from torch.utils.data import (
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.core.random import generator, permutation
 from plausible.core.weights import tensors, tree_map
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 
 class Batch(NamedTuple):
@@ -301,3 +299,68 @@ def _length(data: Any) -> tuple[int | None, bool]:
         return length, certain and type(data.batch_sampler) is BatchSampler
     partial = hasattr(sampler, "__len__") and not isinstance(sampler, (WeightedRandomSampler, DistributedSampler))
     return len(sampler) if partial else length, False  # type: ignore[arg-type]
+
+
+Result = TypeVar("Result", covariant=True)
+Watch = Callable[[int, str], None] | None  # told the number of examples so far, and a note
+
+
+def accumulate(function: Callable[[Batch], Any], data: Data, *, chunk: int = 1024) -> Any:
+    """Σ_batches function(batch) for a tree of tensors; memory is bounded by one chunk of the data.
+
+    `function` must return sums over its batch (not means), so that the result does not depend on `chunk`; or None, where it
+    adds up by itself.
+    """
+    total: Any = None
+    with torch.no_grad():
+        for batch in data.chunks(chunk):
+            value = function(batch)
+            if value is not None:
+                # not sum(): the first value may be any tree
+                total = value if total is None else pytree.tree_map(lambda a, b: a + b, total, value)
+    return total
+
+
+class Estimator(Protocol[Result]):
+    """Something that is known after one or more passes over the data: `add` every batch, then ask for the `next_pass`."""
+
+    passes: int  # how many there are, at most
+
+    @property
+    def chunk(self) -> int:
+        """Examples to be added together in this pass."""
+
+    @property
+    def note(self) -> str:
+        """A few words on how it stands, for a progress bar."""
+
+    def add(self, batch: Batch) -> None: ...
+
+    def next_pass(self) -> bool:
+        """All data were added; whether they are needed once more."""
+
+    def finish(self) -> Result:
+        """What was to be known, after the last pass."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that was added up so far; between two batches."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from there, in an estimator that was started with the same settings."""
+
+
+def run(estimator: Estimator[Result], data: Data, watch: Watch = None) -> Result:
+    done = 0
+
+    def add(batch: Batch) -> None:
+        nonlocal done
+        estimator.add(batch)
+        done += num_rows(batch.x)
+        if watch is not None:
+            watch(done, estimator.note)
+
+    more = True
+    while more:
+        accumulate(add, data, chunk=estimator.chunk)
+        more = estimator.next_pass()
+    return estimator.finish()

@@ -280,10 +280,9 @@ def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor
 
     q is one number, or numbers that broadcast with [...].
 
-    The root of F(y) = q: a bracket around all components grows until it holds the root; then Newton steps where they
-    stay inside it and at least halve from one to the next, and bisections elsewhere. Ends at
-    |F(y) − q| ≤ 1e-12·min(q, 1−q), or where the numbers have no finer resolution: mostly 10 to 30 evaluations of F. A single
-    Gaussian is inverted in closed form.
+    The root of F(y) = q: a bracket around all components grows until it holds the root; then Newton steps where they stay
+    inside it and at least halve from one to the next, and bisections elsewhere. Ends at |F(y) − q| ≤ 1e-12·min(q, 1−q), or
+    where the numbers have no finer resolution: mostly 10 to 30 evaluations of F. A single Gaussian is inverted in closed form.
     """
     if (exact := _normal_quantile(distribution, q)) is not None:
         return exact

@@ -5,7 +5,6 @@ Whoever needs f(x; w) for many w asks here, so that there is one way of stacking
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,20 +15,17 @@ from torch import Tensor, nn
 from plausible.core import weights as tree
 from plausible.core.data import num_rows, take
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
 if TYPE_CHECKING:
     from plausible.core.model import Model
 
-log = logging.getLogger("plausible")
 
-NUMBERS = 2**26
-"""Numbers that the draws held at once have together: 256 MiB in float32."""
+NUMBERS = 2**26  # numbers that the draws held at once have together: 256 MiB in float32
 
-ROWS = 2**17
-"""Draws × inputs that are evaluated at once."""
+ROWS = 2**17  # draws × inputs that are evaluated at once
 
-PART = 4096
-"""Inputs that are evaluated at once where nobody says how many."""
+PART = 4096  # inputs that are evaluated at once where nobody says how many
 
 LARGE = 10**7
 """Numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves."""

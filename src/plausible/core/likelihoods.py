@@ -1,9 +1,9 @@
 """Likelihoods: network outputs f → a distribution over targets, p(y | f).
 
-`likelihood(outputs)` is an elementwise `torch.distributions.Distribution`: outputs [..., N, *O] give a batch shape of
-[..., *targets.shape] and an empty event shape; leading axes are draws. `check` refuses targets that do not fit (shape,
-type, range) and is called once for the data; calling the likelihood looks at no values, so it can live in a compiled
-step. A learned noise is a weight like any other: `likelihood.log_scale` or `likelihood.log_dispersion`.
+`likelihood(outputs)` is an elementwise `torch.distributions.Distribution`: outputs [..., N, *O] give a batch shape of [...,
+*targets.shape] and an empty event shape; leading axes are draws. `check` refuses targets that do not fit (shape, type, range),
+once for the data; calling the likelihood looks at no values, so it can live in a compiled step. A learned noise is a weight:
+`likelihood.log_scale` or `likelihood.log_dispersion`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Likelihood(ABC):
     here, the shape of targets (`target_shape`) and weights of its own (`initial_weights`).
     """
 
-    kind: ClassVar[str]
-    """What targets are: "classes" (integers), "binary", "continuous" or "counts"; decides type and range."""
+    kind: ClassVar[str]  # what targets are: "classes" (integers), "binary", "continuous" or "counts"; decides type and range
 
     @abstractmethod
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Distribution:
@@ -168,9 +167,8 @@ class _Located(Likelihood):
 class Gaussian(_Located):
     """p(y | f) = N(y; f, σ²).
 
-    Outputs and targets have the same shape, [..., N, *O]. σ is `scale`: a number, one number per output (last axis),
-    "learned" (weight `likelihood.log_scale`, shape ()) or "per-output" (learned, shape (O,)); a learned scale starts at
-    `initial`.
+    Outputs and targets have the same shape, [..., N, *O]. σ is `scale`: a number, one number per output (last axis), "learned"
+    (weight `likelihood.log_scale`, shape ()) or "per-output" (learned, shape (O,)); a learned scale starts at `initial`.
     """
 
     scale: Any = "learned"
@@ -227,8 +225,7 @@ class MeanAndNoise(Likelihood):
     """What Gaussians share whose noise depends on the input: outputs [..., N, 2K], targets [N, K]."""
 
     kind: ClassVar[str] = "continuous"
-    second: ClassVar[str]
-    """What the second half of the outputs is."""
+    second: ClassVar[str]  # what the second half of the outputs is
 
     def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
         if len(outputs_shape) < 2 or outputs_shape[-1] % 2:

@@ -9,7 +9,6 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,8 +41,7 @@ from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 
 class Joint(NamedTuple):
@@ -65,10 +63,10 @@ class Model:
     """network + likelihood + prior + number of data: one log joint over named weights, and nothing else.
 
     `initial` are the weights at which it was built, by name: their shapes, types and device are those of every weight given
-    later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
-    parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
-    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on
-    a few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
+    later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them
+    out); parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
+    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on a
+    few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
     """
 
     network: nn.Module

@@ -41,7 +41,7 @@ def check_network(network: nn.Module) -> None:
     if isinstance(network, torch.jit.ScriptModule):
         raise TypeError("network is a TorchScript module, whose weights cannot be exchanged; pass the module it was made from")
     held = [*network.named_parameters(), *network.named_buffers()]
-    if lazy := [n for n, v in held if isinstance(v, nn.parameter.UninitializedTensorMixin)]:
+    if lazy := [n for n, v in held if nn.parameter.is_lazy(v)]:
         raise ValueError(f"network has lazy parameters ({lazy[0]}, …): run it once on an example before fitting")
     if empty := [n for n, v in held if v.is_meta]:
         raise ValueError(
@@ -91,8 +91,8 @@ def private_copy(network: nn.Module) -> nn.Module:
 def keep_gradients(network: nn.Module) -> nn.Module:
     """The network with its recurrent layers in training mode: in evaluation mode cuDNN gives no gradients of them.
 
-    Only PyTorch's own ones that are the same function in both modes: those with dropout between their layers, subclasses, and one
-    that is the whole network stay as they are (and run `without_cudnn`).
+    Only PyTorch's own ones that are the same function in both modes: those with dropout between their layers, subclasses, and
+    one that is the whole network stay as they are (and run `without_cudnn`).
     """
     for layer in network.modules():
         if type(layer) in (nn.RNN, nn.LSTM, nn.GRU) and not layer.dropout and layer is not network:

@@ -1,9 +1,8 @@
 """Optimisers as pure steps over named tensors: (weights, gradients, state, rate) → (weights, state).
 
-One call, two ways of running it. Inside `torch.compile`, `vmap` and other function transforms the formulas are plain
-out-of-place tensor operations. In eager mode the buffers that were handed in are *donated*: PyTorch's fused kernels
-(CPU, CUDA) or its list operations (elsewhere) write the new values into them, and the same objects are returned. Keep
-no other reference to weights or state that should survive an update. Both ways agree up to rounding.
+Inside `torch.compile`, `vmap` and other function transforms the formulas are plain out-of-place tensor operations. In eager mode
+the buffers that were handed in are *donated*: PyTorch's fused kernels (CPU, CUDA) or its list operations (elsewhere) write the new
+values into them, and the same objects are returned. Keep no other reference to weights or state that should survive an update.
 """
 
 from __future__ import annotations
@@ -165,9 +164,8 @@ class AdamW(Optimiser):
 class SGD(Optimiser):
     """v ← momentum·v + g + weight_decay·w,  w ← w − lr·v   (nesterov: w ← w − lr·(g + momentum·v)).
 
-    Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form: the
-    rate multiplies the velocity. `weight_decay` enters the gradient. Memory: one copy of the weights, none without
-    momentum.
+    Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form: the rate
+    multiplies the velocity. `weight_decay` enters the gradient. Memory: one copy of the weights, none without momentum.
     """
 
     momentum: float = 0.9

@@ -1,9 +1,8 @@
 """Numbers that change while training runs: learning rates, temperatures, weights of a term.
 
-A schedule is called with the number of steps already made (a 0-d integer tensor that lives in the state, 0 at the first
-step) and the number of steps planned, and gives a 0-d float32 tensor on the same device. It consists of tensor
-operations alone and can sit inside a compiled, captured or vmapped step. Beyond the planned steps it keeps its last
-value.
+A schedule is called with the number of steps already made (a 0-d integer tensor, 0 at the first step) and the number of steps
+planned, and gives a 0-d float32 tensor on the same device. It consists of tensor operations alone and can sit inside a
+compiled, captured or vmapped step. Beyond the planned steps it keeps its last value.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 INF = math.inf
-LARGEST_TENSOR = 10_000
-"""Tensors with more elements than this belong into the tensor file, not among the settings."""
+LARGEST_TENSOR = 10_000  # tensors with more elements than this belong into the tensor file, not among the settings
 
 LAYERS = ("core", "blocks", "engine", "posteriors", "methods", "analysis", "apps")
 discoveries: list[Callable[[], None]] = []
@@ -79,9 +78,8 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
 def encode(value: Any, *, strict: bool = True) -> Any:
     """Plain data for `json.dump`; `decode(encode(value)) == value` for everything that is accepted.
 
-    Numbers, strings, None, registered dataclasses, mappings with string keys; lists, tuples and arrays become lists.
-    Anything else (functions, modules, unregistered classes) raises TypeError, or with `strict=False` is stored as
-    `{"opaque": "ClassName"}`.
+    Numbers, strings, None, registered dataclasses, mappings with string keys; lists, tuples and arrays become lists. Anything else
+    (functions, modules, unregistered classes) raises TypeError, or with `strict=False` is stored as `{"opaque": "ClassName"}`.
     """
     if value is None or isinstance(value, bool | str):
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,30 +101,29 @@ def stacked_call(rule: Stacked, *arguments: Any) -> Any:
     leading axis of members. Nothing of the result is connected to a graph.
     """
     leaves, structure = pytree.tree_flatten(arguments)
-    call = _Call(rule, leaves, structure, [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    returned: Any = None
+
+    def fill(whole: list[Any], values: Iterable[Any]) -> tuple[Any, ...]:
+        for i, value in zip(where, values):
+            whole[i] = value
+        return pytree.tree_unflatten(whole, structure)
+
+    def mapped(info: Any, axes: Iterable[Any], tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+        nonlocal returned
+        flat, returned = pytree.tree_flatten(rule(info, fill([None] * len(leaves), axes), fill(list(leaves), tensors)))
+        return tuple(flat)
+
     # autograd.Function alone lets one write a rule for vmap; only tensors may be its arguments
-    flat = _Stacked.apply(call, *(leaves[i] for i in call.where))
-    return pytree.tree_unflatten(list(flat), call.result)
-
-
-class _Call:
-    """A rule, its arguments with the places of the tensors among them, and, once it ran, the structure of its result."""
-
-    def __init__(self, rule: Stacked, leaves: list[Any], structure: Any, where: list[int]):
-        self.rule, self.leaves, self.structure, self.where = rule, leaves, structure, where
-        self.result: Any = None
-
-    def fill(self, leaves: list[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        for i, value in zip(self.where, values):
-            leaves[i] = value
-        return pytree.tree_unflatten(leaves, self.structure)
+    flat = _Stacked.apply(mapped, *(leaves[i] for i in where))
+    return pytree.tree_unflatten(list(flat), returned)
 
 
 class _Stacked(torch.autograd.Function):
     """One call with a rule of its own for `vmap`."""
 
     @staticmethod
-    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(mapped: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise RuntimeError("stacked_call needs tensors that are stacked by vmap, and found none")
 
     @staticmethod
@@ -132,11 +131,9 @@ class _Stacked(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: Tensor) -> tuple[Any, Any]:
-        axes = call.fill([None] * len(call.leaves), in_dims[1:])
-        arguments = call.fill(list(call.leaves), tensors)
-        flat, call.result = pytree.tree_flatten(call.rule(info, axes, arguments))
-        return tuple(flat), (0,) * len(flat)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], mapped: Any, *tensors: Tensor) -> tuple[Any, Any]:
+        flat = mapped(info, in_dims[1:], tensors)
+        return flat, (0,) * len(flat)
 
 
 def leading(tensor: Tensor, axis: int | None, size: int) -> Tensor:
@@ -152,8 +149,8 @@ _serial = itertools.count()
 def compiled(function: Callable[..., Any], *, resident: bool) -> Callable[..., Any]:
     """`torch.compile` of a whole step; `resident` says that every call has the same shapes and objects, and leaves out the guards.
 
-    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each gets a
-    code object of its own, and with it a cache of its own.
+    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each
+    gets a code object of its own, and with it a cache of its own.
     """
     # dynamo keeps what it compiled by code object
     code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_serial)}")

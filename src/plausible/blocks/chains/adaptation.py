@@ -116,8 +116,8 @@ class Windows(NamedTuple):
 def windows(warmup: int, before: int = 75, window: int = 25, after: int = 50) -> Windows:
     """Stan's: 75 transitions for the steps alone, windows of 25, 50, 100, … for masses, 50 for the steps again.
 
-    The last window takes what would not fill another twice its length. Warm-ups shorter than 150 are divided 15 : 75 : 10, those
-    below 20 leave masses alone. For 1000: windows end after transitions 99, 149, 249, 449 and 949.
+    The last window takes what would not fill another twice its length. Warm-ups shorter than 150 are divided 15 : 75 : 10,
+    those below 20 leave masses alone. For 1000: windows end after transitions 99, 149, 249, 449 and 949.
     """
     if warmup < 20:
         return Windows(warmup, ())

@@ -6,7 +6,6 @@ leapfrog is captured, with its buffers, and replayed: nothing crosses the bus al
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -19,8 +18,8 @@ from plausible.core import weights as tree
 from plausible.core.data import ArrayData
 from plausible.core.transforms import compiled
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
 BLOCK = 8
 NATIVE_FROM = 2_000  # gradients from which building native code or a kernel pays
 COMPILE_FROM = 100_000  # and from which compiling what is captured does
@@ -64,6 +63,7 @@ class CompiledDensity(ModelDensity):
     """A `ModelDensity` whose leapfrogs run in compiled blocks, always with all rows (missing ones are padded)."""
 
     programs: dict[Any, Any]
+    inner: bool = False  # whether what is captured was compiled before
 
     @classmethod
     def of(cls, density: ModelDensity) -> Self:
@@ -118,8 +118,6 @@ class CompiledDensity(ModelDensity):
 
 class CapturedDensity(CompiledDensity):
     """A `ModelDensity` on a GPU, one leapfrog of which is captured in a CUDA graph and replayed."""
-
-    inner: bool = False  # whether what is captured was compiled before
 
     def _graph(self, parts: tuple[bool, bool]) -> tuple[Any, dict[str, Tensor]]:
         if parts not in self.programs:
@@ -182,16 +180,11 @@ class CapturedDensity(CompiledDensity):
         return Point(position, momentum[:rows], *rest)
 
 
-def can_trace(density: ModelDensity) -> bool:
-    resident = isinstance(density.data, ArrayData) and density.chunk >= density.data.num_data
-    return resident and density.notes["stackable"]
-
-
 def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensity, str]:
     """The fastest form of a density that pays for about so many gradients, and its name; decided without a clock.
 
-    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by inductor,
-    where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
+    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by
+    inductor, where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
     """
     if wish is False:
         return density, "eager"
@@ -205,15 +198,13 @@ def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensi
 
         if (native := native_density(density)) is not None:
             return native, "native"
-    if not can_trace(density) or (density.device.type == "cpu" and wish is not True):
+    whole = isinstance(density.data, ArrayData) and density.chunk >= density.data.num_data and density.notes["stackable"]
+    if not whole or (density.device.type == "cpu" and wish is not True):
         return density, "eager"
-    kind = CapturedDensity if density.device.type == "cuda" else CompiledDensity
-    quick = kind.of(density)
-    if isinstance(quick, CapturedDensity):
-        quick.inner = wish is True or gradients >= COMPILE_FROM
-    if not _runs(quick, density):
-        return density, "eager"
-    return quick, "captured" if isinstance(quick, CapturedDensity) else "compiled"
+    kind = "captured" if density.device.type == "cuda" else "compiled"
+    quick = (CapturedDensity if kind == "captured" else CompiledDensity).of(density)
+    quick.inner = wish is True or gradients >= COMPILE_FROM
+    return (quick, kind) if _runs(quick, density) else (density, "eager")
 
 
 def _runs(quick: ModelDensity, density: ModelDensity) -> bool:

@@ -1,12 +1,12 @@
 """Convergence of chains: rank-normalised split R̂, effective sample sizes, Monte Carlo standard errors, E-BFMI.
 
-All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they run
-on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no effective
-sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all quantities,
-which is what a reader needs first; `posteriors.diagnostics.summary_table` has a row for each.
+All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they
+run on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no
+effective sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all
+quantities, which is what a reader needs first; `posteriors.diagnostics.summary_table` has a row for each.
 
-Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for assessing
-convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.
+Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for
+assessing convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from torch import Tensor
 
 from plausible.core.special import double
 
-PART = 2**20
-"""Numbers that one part of the quantities has at most."""
-LIMIT = 2000
-"""Quantities over which `summarise` takes the worst at most."""
+PART = 2**20  # numbers that one part of the quantities has at most
+LIMIT = 2000  # quantities over which `summarise` takes the worst at most
 
 
 def _parts(chains: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

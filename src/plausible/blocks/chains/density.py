@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -25,12 +24,14 @@ from plausible.core import weights as tree
 from plausible.core.data import ArrayData, Batch, Data
 from plausible.core.model import Model
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
 if TYPE_CHECKING:
     from plausible.blocks.chains.gibbs import Hierarchy
     from plausible.methods.chains.base import Chains
 
-log = logging.getLogger("plausible")
+
+LogDensity = Callable[[Tensor], Tensor]
 
 
 class Evaluation(NamedTuple):
@@ -54,8 +55,8 @@ class Point(NamedTuple):
 class Density(ABC):
     """An unnormalised log density over `[chains, P]`.
 
-    `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by centred
-    Gaussians of these precisions (None: the model's own prior). `bound` gives the same density with others.
+    `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by
+    centred Gaussians of these precisions (None: the model's own prior). `bound` gives the same density with others.
     """
 
     size: int
@@ -111,17 +112,12 @@ class Density(ABC):
 class FunctionDensity(Density):
     """A density from a function of `[chains, P]`: log densities `[chains]`, taken for the likelihood of a flat prior.
 
-    For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside it,
-    the first function is the likelihood.
+    For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside
+    it, the first function is the likelihood.
     """
 
     def __init__(
-        self,
-        log_likelihood: Callable[[Tensor], Tensor],
-        size: int,
-        *,
-        prior: Callable[[Tensor], Tensor] | None = None,
-        dtype: torch.dtype = torch.float64,
+        self, log_likelihood: LogDensity, size: int, *, prior: LogDensity | None = None, dtype: torch.dtype = torch.float64
     ):
         self.function, self.prior, self.size, self.dtype = log_likelihood, prior, size, dtype
 

@@ -2,13 +2,12 @@
 
     τ_g | w ~ Gamma(a + n_g/2, b + ½ Σ_{i ∈ g} w_i²),        w | τ, D by the kernel under N(0, 1/τ)
 
-(Neal 1996, Bayesian learning for neural networks, chapter 3.) Alternating both leaves p(w, τ | D) invariant. `Hierarchy` is what
-is known of a prior for that: which weight has which precision. Cost: one pass over `[chains, P]` numbers, no gradient.
+(Neal 1996, Bayesian learning for neural networks, chapter 3.) Alternating both leaves p(w, τ | D) invariant. `Hierarchy` is
+what is known of a prior for that: which weight has which precision. Cost: one pass over `[chains, P]` numbers, no gradient.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,11 +20,11 @@ from plausible.core import random
 from plausible.core.priors import Gaussian, Hierarchical, Prior
 from plausible.core.priors.composed import Leaf, leaves
 from plausible.core.weights import Weights, flatten, select, unflatten
+from plausible.core.words import log
 
 if TYPE_CHECKING:
     from plausible.methods.chains.base import ChainState
 
-log = logging.getLogger("plausible")
 
 STREAM = 0x6769  # what keys of this file are folded with
 ATTEMPTS = 6
@@ -137,8 +136,8 @@ def sample_given(
 ) -> Weights:
     """w_moving ~ p(w_moving | w_others): draws of some weights given the others at their values, on a leading axis.
 
-    Points of a hierarchical group are seen members of it: τ_g | w_others ~ Gamma(a + n/2, b + ½ Σ w²) over them, and weights given
-    τ. Where weights are independent the others say nothing. Other priors that tie a moving weight to a point are refused.
+    Points of a hierarchical group are seen members of it: τ_g | w_others ~ Gamma(a + n/2, b + ½ Σ w²) over them, and weights
+    given τ. Where weights are independent the others say nothing. Other priors that tie a moving weight to a point are refused.
     """
     drawn: Weights = {}
     for leaf in leaves(prior, weights):
@@ -176,10 +175,10 @@ def _by_group(position: Tensor, label: Tensor, factor: Tensor, groups: int) -> t
 def gamma(shape: Tensor, key: Tensor, counter: Tensor | int) -> Tensor:
     """Gamma(shape, 1) variates for any shapes: float64, a function of key and counter.
 
-    Marsaglia and Tsang (2000): dv with v = (1 + x/√(9d))³, d = a − ⅓ and x ~ N(0, 1) is accepted if log u < ½x² + d − dv + d log v;
-    a shape below 1 is raised by 1 and the variate multiplied by U^(1/a). Of `ATTEMPTS` proposals made at once the first that is
-    accepted counts. With probability below 0.05^ATTEMPTS there is none; the distribution function is then inverted at another
-    uniform number, so that the law is exact whatever happened before.
+    Marsaglia and Tsang (2000): dv with v = (1 + x/√(9d))³, d = a − ⅓ and x ~ N(0, 1) is accepted if log u < ½x² + d − dv + d
+    log v; a shape below 1 is raised by 1 and the variate multiplied by U^(1/a). Of `ATTEMPTS` proposals made at once the first
+    that is accepted counts. With probability below 0.05^ATTEMPTS there is none; the distribution function is then inverted at
+    another uniform number, so that the law is exact whatever happened before.
     """
     raised = torch.where(shape < 1, shape + 1, shape).double()
     d = raised - 1 / 3

@@ -7,8 +7,8 @@ Every scheme is a palindrome of such maps: it preserves volume, and with the mom
 The last gradient of a step is the first of the next, so that a scheme of s drifts costs s gradients a step. The error of the
 energy H = −log π + K over a path is of order ε², or ε⁴ where `order` says so.
 
-The best inverse mass is the covariance of the target. Metrics are named tuples of tensors, so that they are part of a state and of
-its checkpoints; the axes of chains in front are optional: one matrix for all chains, or one for each.
+The best inverse mass is the covariance of the target. Metrics are named tuples of tensors, so that they are part of a state and
+of its checkpoints; the axes of chains in front are optional: one matrix for all chains, or one for each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 from typing import Literal, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Point
@@ -168,9 +169,8 @@ def low_rank_from(positions: Tensor, gradients: Tensor, rank: int, dtype: torch.
     leading = [torch.linalg.svd(x, full_matrices=False)[2][:many] for x in (wide, steep)]
     basis = torch.linalg.qr(torch.cat(leading).mT)[0]  # [P, up to 4·rank]
     unit = torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
-    inside, slopes = (
-        ((x @ basis).mT @ (x @ basis) + unit) / (count + 1) for x in (wide, steep)
-    )  # as if one draw were of N(0, I)
+    # as if one more draw were of N(0, I): positive definite, however few there are
+    inside, slopes = (((x @ basis).mT @ (x @ basis) + unit) / (count + 1) for x in (wide, steep))
     values, vectors = torch.linalg.eigh(_geometric_mean(inside, slopes))
     chosen = values.log().abs().argsort(descending=True)[:rank]
     values, vectors = values[chosen], basis @ vectors[:, chosen]
@@ -178,12 +178,9 @@ def low_rank_from(positions: Tensor, gradients: Tensor, rank: int, dtype: torch.
     outside = values.log().abs() > math.log(cutoff)
     values, vectors = torch.where(outside, values, 1.0), torch.where(outside, vectors, 0.0)
     # of constant shape: states cannot change theirs between windows
-    missing = rank - len(values)
-    return LowRank(
-        scale.to(dtype),
-        torch.nn.functional.pad(vectors, (0, missing)).to(dtype),
-        torch.nn.functional.pad(values, (0, missing), value=1.0).to(dtype),
-    )
+    missing = (0, rank - len(values))
+    vectors, values = F.pad(vectors, missing), F.pad(values, missing, value=1.0)
+    return LowRank(scale.to(dtype), vectors.to(dtype), values.to(dtype))
 
 
 def _geometric_mean(covariance: Tensor, slopes: Tensor) -> Tensor:

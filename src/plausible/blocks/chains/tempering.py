@@ -17,8 +17,7 @@ from plausible.blocks.chains.density import Density, Point
 
 Spacing = Literal["power", "sigmoid", "geometric"]
 SPACINGS: tuple[Spacing, ...] = ("power", "sigmoid", "geometric")
-LOST = 1000.0
-"""Energy errors above this are divergences."""
+LOST = 1000.0  # energy errors above this are divergences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -26,8 +25,8 @@ LOST = 1000.0
 def ladder(steps: int, spacing: Spacing = "power") -> Tensor:
     """0 = β_0 < … < β_steps = 1: float64 `[steps + 1]`.
 
-    "power": (k/K)⁵, dense near the prior, where the likelihood varies most (Friel and Pettitt 2008). "sigmoid": slow at both ends,
-    Σ(4(2k/K − 1)) scaled to [0, 1] (Grosse, Ghahramani and Adams 2015). "geometric": 0, then equal ratios from 10⁻⁴ to 1.
+    "power": (k/K)⁵, dense near the prior, where the likelihood varies most (Friel and Pettitt 2008). "sigmoid": slow at both
+    ends, Σ(4(2k/K − 1)) scaled to [0, 1] (Grosse, Ghahramani and Adams 2015). "geometric": 0, then equal ratios from 10⁻⁴ to 1.
     """
     place = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     if spacing == "power":
@@ -139,8 +138,8 @@ def hamiltonian(
 ) -> Moved:
     """`count` leapfrogs from p = M^½ `noise`, accepted where `level` < exp(H(start) − H(end)): leaves the bound density invariant.
 
-    `noise` `[rows, P]` ~ N(0, I), `level` `[rows]` ~ U(0, 1), `step` `[rows]`, `inverse_mass` `[P]` or `[rows, P]`; the last two
-    must not depend on `place`. Cost: `count` gradients of all rows.
+    `noise` `[rows, P]` ~ N(0, I), `level` `[rows]` ~ U(0, 1), `step` `[rows]`, `inverse_mass` `[P]` or `[rows, P]`; the last
+    two must not depend on `place`. Cost: `count` gradients of all rows.
     """
     momentum = noise * inverse_mass.rsqrt()
     end = density.leapfrogs(Point(place.position, momentum, *place[1:]), step, inverse_mass, count)
@@ -194,8 +193,8 @@ def bridged(sums: Bridges, block: int, betas: Tensor, log_likelihood: Tensor) ->
 def log_ratio(sums: Bridges) -> tuple[float, float]:
     """Log Z_1/Z_K from geometric bridges, Σ_k log E_{k+1} e^{½Δβ ℓ} − log E_k e^{−½Δβ ℓ}, and its standard error.
 
-    (Bennett 1976; Meng and Wong 1996.) Stepping stones from both sides: each pair of rungs meets in the middle between them. The
-    error is the jackknife's over blocks and chains. NaN where there is no term yet, and as the error of a single one.
+    (Bennett 1976; Meng and Wong 1996.) Stepping stones from both sides: each pair of rungs meets in the middle between them.
+    The error is the jackknife's over blocks and chains. NaN where there is no term yet, and as the error of a single one.
     """
     used = sums.terms > 0
     if not bool(used.any()):

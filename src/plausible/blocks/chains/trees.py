@@ -217,8 +217,8 @@ class _Forest:
 def joined(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Two spans `[chains, 5, P]`, one walked after the other, and whether the whole is straight: `[chains]`.
 
-    Beside the whole, each span is looked at with the nearest state of the other, which stops trajectories that are whole periods
-    long, as Stan does since 2.21.
+    Beside the whole, each span is looked at with the nearest state of the other, which stops trajectories that are whole
+    periods long, as Stan does since 2.21.
     """
     sums = torch.stack([one[:, 4] + other[:, 4], one[:, 4] + other[:, 0], other[:, 4] + one[:, 2]], 1)
     products = torch.cat([one[:, 1:4:2], other[:, 1:4:2]], 1) @ sums.mT  # velocities at the four ends, with three sums

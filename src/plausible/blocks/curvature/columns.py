@@ -2,8 +2,8 @@
 
     H = Σ_n Σ_k J_nᵀ s_nk s_nkᵀ J_n,   Σ_k s_nk s_nkᵀ = F_n
 
-A network that is sure of an example has short columns there: of C classes those count that compete. Left out may be columns that
-together have at most the share `negligible` of Σ_n F_n,jj for every output j, however rare its class or small its scale.
+A network that is sure of an example has short columns there: of C classes those count that compete. Left out may be columns
+that together have at most the share `negligible` of Σ_n F_n,jj for every output j, however rare its class or small its scale.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 MEMORY = 2**26
 """Bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together."""
-WORTH = 0.8
-"""Examples are ordered where that leaves at most this share of the columns."""
+WORTH = 0.8  # examples are ordered where that leaves at most this share of the columns
 
 
 class Choice(NamedTuple):
@@ -63,14 +62,14 @@ class Columns:
 class Portions:
     """The data in chunks, each with the columns that its examples need (None: all).
 
-    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, `first` is any batch, and
-    `resident` says that inputs are in memory anyway. What is left out never has more than its share of the examples so far, so
-    that one pass is enough.
+    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, `first` is any batch,
+    and `resident` says that inputs are in memory anyway. What is left out never has more than its share of the examples so far,
+    so that one pass is enough.
     """
 
     def __init__(
         self,
-        fisher: Callable[[Batch], OutputFisher],
+        fisher: Callable[..., OutputFisher],
         sizes: Callable[[int], int],
         first: Batch,
         negligible: float,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
@@ -16,8 +15,7 @@ from plausible.core.data import Batch, Data
 from plausible.core.model import Model
 from plausible.core.special import widest
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 HESSIAN_LIMIT, UNITS = 20_000, 64
 """Weights up to which a Hessian is read off its products with unit vectors, and how many of those go into one pass."""
@@ -236,13 +234,7 @@ class ExactHessian:
     note = ""
 
     def __init__(
-        self,
-        model: Model,
-        weights: Mapping[str, Tensor],
-        data: Data,
-        blocks: Sequence[Block],
-        structure: str,
-        chunk: int | None = None,
+        self, model: Model, weights: Weights, data: Data, blocks: Sequence[Block], structure: str, chunk: int | None = None
     ):
         if structure not in ("diag", "block", "full"):
             raise ValueError(

@@ -2,12 +2,11 @@
 
 H = Σ_n weight_n J_nᵀ F_n J_n   (Gauss-Newton, Fisher),   Σ_n weight_n g_n g_nᵀ   (empirical),   or the Hessian of −log p(D | w)
 
-`start` gives an `Estimator` (see `plausible.core.passes`), which whoever has the data feeds with them; `estimate` does both.
+`start` gives an `Estimator` (see `plausible.core.data`), which whoever has the data feeds with them; `estimate` does both.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,18 +24,15 @@ from plausible.blocks.curvature.losses import OutputFisher
 from plausible.blocks.curvature.low_rank import Eigenpairs, LowRank
 from plausible.blocks.curvature.structures import Block, Curvature, CurvatureName, Diagonal, StructureName, apart, assigned
 from plausible.core import memory
-from plausible.core.data import Batch, Data
+from plausible.core.data import Batch, Data, Estimator, Watch, run
 from plausible.core.model import Model
-from plausible.core.passes import Estimator, run
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 SMALL = 1024
 """Vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal."""
-WORKSPACE = 2**29
-"""Bytes for the activations and gradients of one chunk of the data."""
+WORKSPACE = 2**29  # bytes for the activations and gradients of one chunk of the data
 ROWS = 2560
 """Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
 EXAMPLES = 256
@@ -90,9 +86,7 @@ class Tally:
         return [Part(part.layer, part.columns, part.rows[1:]) for part in parts]
 
 
-def estimate(
-    model: Model, weights: Mapping[str, Tensor], data: Data, *, watch: Callable[[int, str], None] | None = None, **settings: Any
-) -> Curvature:
+def estimate(model: Model, weights: Mapping[str, Tensor], data: Data, *, watch: Watch = None, **settings: Any) -> Curvature:
     """H of the random weights at `weights`, over all of the data: `start` with these `settings`, run to its end.
 
     `watch` is told the number of examples that were seen so far, and a note.

@@ -1,7 +1,7 @@
 """Kronecker-factored curvature of one layer: H ≈ A ⊗ B/n, in the eigenbases of its factors.
 
-Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature; with weight sharing in the two
-senses of Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures; with
+Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature; with weight sharing in the
+two senses of Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures; with
 corrected eigenvalues by George et al. (2018), Fast approximate natural gradient descent in a Kronecker-factored eigenbasis.
 """
 
@@ -19,17 +19,15 @@ from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
-EXACT = 128
-"""Sizes up to which factors are added up in float64."""
-WIDE = 256
-"""Sizes up to which factors are decomposed in float64."""
+EXACT = 128  # sizes up to which factors are added up in float64
+WIDE = 256  # sizes up to which factors are decomposed in float64
 
 
 class Kronecker(Block):
     """H ≈ Σ_g A_g ⊗ B_g / n: A = Σ ccᵀ of the layer's inputs, B = Σ rrᵀ of the gradients at its outputs, n = Σ 1.
 
-    Where a weight is used at several positions, "expand" sums over positions as if they were examples, and "reduce" takes the mean
-    of the inputs and the sum of the gradients over the positions first. `values` [G, out, in] are the eigenvalues, in the
+    Where a weight is used at several positions, "expand" sums over positions as if they were examples, and "reduce" takes the
+    mean of the inputs and the sum of the gradients over the positions first. `values` [G, out, in] are the eigenvalues, in the
     eigenbases `into` [G, in, in] (None: the standard one, of tables) and `out` [G, out, out].
     """
 
@@ -192,9 +190,9 @@ class Kronecker(Block):
     def plus(self, other: Self) -> Self:
         """The sum in the eigenbases of its two partial traces, with its own diagonal there as eigenvalues.
 
-        A sum of Kronecker products is none. This has its trace, is exact where both terms have the same bases, and takes the memory
-        of one term however many there were. (Adding the factors, A₁ + A₂ and B₁ + B₂, would count A₁ ⊗ B₂ and A₂ ⊗ B₁ too.) Cost:
-        three decompositions of matrices of the layer's width.
+        A sum of Kronecker products is none. This has its trace, is exact where both terms have the same bases, and takes the
+        memory of one term however many there were. (Adding the factors, A₁ + A₂ and B₁ + B₂, would count A₁ ⊗ B₂ and A₂ ⊗ B₁
+        too.) Cost: three decompositions of matrices of the layer's width.
         """
         terms = (self, other)
         outer = sum((term.out * term.values.sum(2)[:, None]) @ term.out.transpose(-1, -2) for term in terms)

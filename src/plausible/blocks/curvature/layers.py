@@ -11,10 +11,8 @@ from torch import Tensor
 from plausible.blocks.curvature.recording import Kind
 from plausible.core.weights import Weights
 
-BLOCK = 2**24
-"""Numbers of a Jacobian that may stand in memory at once."""
-STRIPS = 5
-"""In how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster."""
+BLOCK = 2**24  # numbers of a Jacobian that may stand in memory at once
+STRIPS = 5  # in how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster
 RETAINED = 2**25 - 2**16
 """Bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)."""
 
@@ -96,8 +94,8 @@ class Layer:
 class Part:
     """What one layer knows of JᵀS for a batch of B examples and K columns.
 
-    Matrices: `columns` [B, T, G, in] (with ones for the bias), `rows` [K, B, T, G, out]. Tables: `columns` are numbers [B, T], −1
-    for none. Vectors: `rows` is the Jacobian itself, [K, B, size].
+    Matrices: `columns` [B, T, G, in] (with ones for the bias), `rows` [K, B, T, G, out]. Tables: `columns` are numbers [B, T],
+    −1 for none. Vectors: `rows` is the Jacobian itself, [K, B, size].
     """
 
     layer: Layer

@@ -1,7 +1,7 @@
 """Jacobians of the outputs with respect to the weights, layer by layer, without writing them down where that can be avoided.
 
-For columns S_k of an output-space matrix, J_nᵀS_k of a linear layer is Σ_t row ⊗ column over the positions t at which its weight
-was used: rows are gradients at the layer's output, columns its inputs. `Linearisation` gives both, for every layer.
+For columns S_k of an output-space matrix, J_nᵀS_k of a linear layer is Σ_t row ⊗ column over the positions t at which its
+weight was used: rows are gradients at the layer's output, columns its inputs. `Linearisation` gives both, for every layer.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ number of outputs of one example. `noise` are the likelihood's own weights (`Mod
 `mask` is shaped like the targets, True where one was observed: the others contribute nothing.
 
 A likelihood of one's own says its Fisher by a method `fisher(outputs, noise)`, which returns a tensor shaped like the outputs
-(elements that do not interact), or [*outputs.shape, C] for one matrix over the last axis, of length C. Without it the
-Hessian of −log p at the observed `targets` takes its place where it is positive, and a TypeError says what to do where it is not.
+(elements that do not interact), or [*outputs.shape, C] for one matrix over the last axis, of length C. Without it the Hessian
+of −log p at the observed `targets` takes its place where it is positive, and a TypeError says what to do where it is not.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ from plausible.core.transforms import value_and_gradient
 class OutputFisher(ABC):
     """F_b for b = 1 … B in one of three forms; what its methods give stands at the functions of the same names below."""
 
-    shape: torch.Size
-    """That of the outputs, [B, *O]."""
+    shape: torch.Size  # that of the outputs, [B, *O]
     positions: int
-    rank: int
-    """Columns of the root of one position."""
+    rank: int  # columns of the root of one position
     device: torch.device
 
     @property

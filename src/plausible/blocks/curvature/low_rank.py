@@ -1,14 +1,13 @@
 """C ≈ Σ_k λ_k v_kv_kᵀ: the leading eigenpairs of a curvature matrix over the data, from products alone, and what they are good for.
 
 Block Lanczos with a random start, full re-orthogonalisation and thick restarts (Wu & Simon 2000; Musco & Musco 2015 on random
-starts): products with a block of rank + oversample vectors widen an orthonormal basis, and the matrix seen through it, small and in
-float64, gives the pairs. Its eigenvalues are lower bounds of those of C (of the largest ones, for the Hessian).
+starts): products with a block of rank + oversample vectors widen an orthonormal basis, and the matrix seen through it, small
+and in float64, gives the pairs. Its eigenvalues are lower bounds of those of C (of the largest ones, for the Hessian).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,13 +18,11 @@ from plausible.blocks.curvature.products import FEWER, Kind, Product
 from plausible.blocks.curvature.structures import Block, flat, flat_precision, named, weighted_gram
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data
+from plausible.core.data import Batch, Data, Watch, run
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.passes import run
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 _START = 0x6C6F7772  # the path of the random start below the seed
 
@@ -151,8 +148,8 @@ class Eigenpairs:
     At most `rank` of them; fewer where C has fewer that are positive: zeros are left out, and so are negative ones of a
     Hessian, with a warning that counts them. Vectors are orthonormal over all random weights, and zero for a learned noise.
 
-    Ends when |Cv_k − λ_kv_k| ≤ tolerance · λ_k for all k, or after `iterations` products with rank + oversample vectors, each at
-    about 2.5 gradients of the full data per vector. Memory: the basis, (rank + oversample) · P numbers for each of up to
+    Ends when |Cv_k − λ_kv_k| ≤ tolerance · λ_k for all k, or after `iterations` products with rank + oversample vectors, each
+    at about 2.5 gradients of the full data per vector. Memory: the basis, (rank + oversample) · P numbers for each of up to
     `iterations` blocks, or for as many as half of the free memory holds, at least 2; and what a product needs.
     """
 
@@ -218,12 +215,11 @@ class Eigenpairs:
         """Eigenvalues [k], falling, and vectors {name: [k, *shape]}."""
         lanczos = self.lanczos
         if self.kind == "hessian" and lanczos.negative:
+            extremes = lanczos.lowest, float(lanczos.values[0])
             log.warning(
                 "%s negative eigenvalues of the Hessian were met and left out, down to %.3g where the largest is %.3g: at these "
                 "weights the likelihood curves upwards, so they are no mode of it (train longer, or use the Gauss-Newton matrix)",
-                lanczos.negative,
-                lanczos.lowest,
-                float(lanczos.values[0]),
+                *(lanczos.negative, *extremes),
             )
         values, rows = lanczos.pairs(self.rank)
         vectors = {name: w.new_zeros(len(rows), *w.shape) for name, w in self.noise.items()} | tree.unflatten(rows, self.like)
@@ -248,13 +244,7 @@ class Eigenpairs:
 
 
 def leading(
-    model: Model,
-    weights: Mapping[str, Tensor],
-    data: Data,
-    rank: int,
-    *,
-    watch: Callable[[int, str], None] | None = None,
-    **settings: Any,
+    model: Model, weights: Mapping[str, Tensor], data: Data, rank: int, *, watch: Watch = None, **settings: Any
 ) -> tuple[Tensor, Weights]:
     """The largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n, [k] falling, and vectors {name: [k, *shape]}: see `Eigenpairs`."""
     return run(Eigenpairs(model, weights, data, rank, **settings), data, watch)

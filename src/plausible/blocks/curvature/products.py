@@ -13,7 +13,6 @@ Schraudolph 2002), over all V at once: a product costs about 2 forward and 2 bac
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,22 +23,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plausible.blocks.curvature import losses
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data, num_rows, select_rows
+from plausible.core.data import Batch, Data, accumulate, num_rows, select_rows
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.passes import accumulate
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
 Named = Mapping[str, Tensor]
 Function = Callable[[Weights], Tensor]
 Middle = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("ggn", "fisher", "empirical", "hessian")
-AT_ONCE = 2**28
-"""Bytes that one chunk of the data may take where there is more memory than that: larger ones are no faster."""
+AT_ONCE = 2**28  # bytes that one chunk of the data may take where there is more memory than that: larger ones are no faster
 FEWER = "ask for a lower rank, for fewer random weights (where=), or use another device"
 
 
@@ -61,8 +57,8 @@ def hessian_product(model: Model, weights: Named, data: Data, vectors: Weights, 
 class Product:
     """v ↦ C v for one curvature matrix C of the data at these weights; `chunk` examples at a time, or as memory allows.
 
-    `weights` are all there are: random ones, points, the likelihood's own, buffers. What a network allows is found out with
-    the first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation. `start` with some vectors,
+    `weights` are all there are: random ones, points, the likelihood's own, buffers. What a network allows is found out with the
+    first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation. `start` with some vectors,
     `add` all batches, `chunk` examples at a time, and `finish`; a call does all of that.
     """
 

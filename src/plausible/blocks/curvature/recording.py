@@ -1,8 +1,8 @@
 """Where weights enter a network linearly: inputs and outputs of its layers, seen from outside, whatever the module's class.
 
-A `Recorder` is a mode under which the network runs unchanged. Each call that is linear in a weight (`F.linear`, convolutions and
-transposed ones, embeddings, the affine part of norms, the gates of recurrent nets, the projections of attention) leaves a `Use`.
-Weights that are used in any other way are named in `others`; their Jacobian has to come from autograd.
+A `Recorder` is a mode under which the network runs unchanged. Each call that is linear in a weight (`F.linear`, convolutions
+and transposed ones, embeddings, the affine part of norms, the gates of recurrent nets, the projections of attention) leaves a
+`Use`. Weights that are used in any other way are named in `others`; their Jacobian has to come from autograd.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Kind = Literal["matrix", "table", "vector"]
 class Use(NamedTuple):
     """One call that is linear in `weight`, and adds `bias`: z = M c + b at every position of every example.
 
-    `columns` are the c, in the layout of the call; `arrange` brings them to [examples, positions, groups, in], and `rows` brings
-    gradients [*z.shape] at the output to [examples, positions, groups, out], so that the gradient of M for one example is
-    Σ_positions row ⊗ column. `axis` is where the examples are in `columns` and in z.
+    `columns` are the c, in the layout of the call; `arrange` brings them to [examples, positions, groups, in], and `rows`
+    brings gradients [*z.shape] at the output to [examples, positions, groups, out], so that the gradient of M for one example
+    is Σ_positions row ⊗ column. `axis` is where the examples are in `columns` and in z.
     """
 
     kind: Kind

@@ -1,7 +1,7 @@
 """Curvature in blocks, one for each layer or for several together: H added up over the data, and what Λ = s·H + diag(τ) is for.
 
-Every block, and the `Curvature` that is made of them, answers the same questions: log det Λ, the diagonal of Λ⁻¹, draws of
-N(0, Λ⁻¹), products Λv, and the covariance JΛ⁻¹Jᵀ of functions, for any positive s (a scale of the likelihood) and τ (precisions of
+Every block, and the `Curvature` that is made of them, answers the same questions: log det Λ, the diagonal of Λ⁻¹, draws of N(0,
+Λ⁻¹), products Λv, and the covariance JΛ⁻¹Jᵀ of functions, for any positive s (a scale of the likelihood) and τ (precisions of
 the prior: one number for each weight tensor, or one for each element). Everything but the sums is differentiable in s and τ.
 """
 
@@ -25,8 +25,7 @@ StructureName = Literal["diag", "block", "kron", "ekfac", "lowrank", "full"]
 CurvatureName = Literal["ggn", "fisher", "empirical", "hessian"]
 STRUCTURES = ("diag", "block", "kron", "ekfac", "lowrank", "full")
 CURVATURES = ("ggn", "fisher", "empirical", "hessian")
-KINDS: dict[str, type[Block]] = {}
-"""The kinds of blocks, by the names under which they are saved."""
+KINDS: dict[str, type[Block]] = {}  # the kinds of blocks, by the names under which they are saved
 
 
 class Block(ABC):
@@ -319,8 +318,8 @@ class Curvature:
 def added(first: Curvature, second: Curvature, scales: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)) -> Curvature:
     """s₁H₁ + s₂H₂ in the same structure: what the data of one task and those of the next say together.
 
-    Diagonals and dense matrices add up exactly; what becomes of Kronecker factors and of low rank stands at their `plus`. Nothing
-    is seen of the data.
+    Diagonals and dense matrices add up exactly; what becomes of Kronecker factors and of low rank stands at their `plus`.
+    Nothing is seen of the data.
     """
     if [block.layers for block in first.blocks] != [block.layers for block in second.blocks]:
         raise ValueError(

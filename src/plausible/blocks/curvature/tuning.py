@@ -17,11 +17,11 @@ from torch import Tensor
 
 from plausible.blocks.curvature.structures import Curvature
 from plausible.core.networks import layer as layer_of
+from plausible.core.priors.rules import LOG_2PI
 from plausible.core.weights import Weights
 
 Tune = Literal["global", "layer", "weight"]
 SMALLEST, LARGEST = 1e-8, 1e12
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Evidence(NamedTuple):

@@ -21,8 +21,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class Drawn(NamedTuple):
     """One draw: the random weights by name, and log q(w) (0-d, differentiable in θ) where drawing computes it anyway.
 
-    In place of log q(w) may stand any number whose mean over draws is at least E_q log q(w), such as log q(w, z) − log r(z | w) of
-    an auxiliary model r: the bound stays a bound.
+    In place of log q(w) may stand any number whose mean over draws is at least E_q log q(w), such as log q(w, z) − log r(z | w)
+    of an auxiliary model r: the bound stays a bound.
     """
 
     weights: Weights
@@ -47,9 +47,9 @@ class Family(ABC):
     - `means(θ)` and `scales(θ)`, marginal, and `gaussian = True` where the marginals are Gaussian: expectations of log p are then
       in closed form (for Gaussian and flat priors any marginals will do).
 
-    All of it is called with plain dicts of tensors, eagerly and under `vmap`, `torch.func.grad` and `torch.compile`: no `.item()`,
-    no branch on values, no random numbers but `noise`. `components` above 1 is an equal mixture: each step draws from every
-    component and averages; draw number s of a posterior belongs to component s mod `components`.
+    All of it is called with plain dicts of tensors, eagerly and under `vmap`, `torch.func.grad` and `torch.compile`: no
+    `.item()`, no branch on values, no random numbers but `noise`. `components` above 1 is an equal mixture: each step draws
+    from every component and averages; draw number s of a posterior belongs to component s mod `components`.
     """
 
     components: int = 1
@@ -197,8 +197,8 @@ def sloping(value: Tensor, slopes: Weights, weights: Weights) -> Tensor:
 def positive_lower(raw: Tensor) -> Tensor:
     """L = diag(d)(I + T/√n), d the softplus of the diagonal of `raw` [n, n] and T its part below: any Cholesky factor.
 
-    An optimiser with steps of one size moves all n(n − 1)/2 entries of T at once. In these units what noise adds to them changes
-    the scales by a factor near 1; as plain entries of L they would soon outweigh the diagonal.
+    An optimiser with steps of one size moves all n(n − 1)/2 entries of T at once. In these units what noise adds to them
+    changes the scales by a factor near 1; as plain entries of L they would soon outweigh the diagonal.
     """
     diagonal = F.softplus(raw.diagonal())
     return torch.diag(diagonal) + diagonal[:, None] * raw.tril(-1) * len(raw) ** -0.5

@@ -23,11 +23,10 @@ _MADE: dict[tuple[Any, ...], nn.Module] = {}
 class FlowMap:
     """y = (f_K ∘ … ∘ f_1)(x; c) with log |∂y/∂x|, each f autoregressive: a masked network of x and c gives its coefficients.
 
-    `kind` "iaf": y_i = x_i·exp a_i(x_{<i}) + b_i(x_{<i}); "realnvp": the same in two halves, one of which stays; "nsf":
-    monotonic rational-quadratic splines of 8 bins between −5 and 5. The order of the features turns around from one map to the
-    next. All start as the identity. `features` is the length of x, `context` that of c. One pass of the networks in this
-    direction, whatever the kind. The object has structure and masks only: its parameters are in `start` and are given to
-    every call.
+    `kind` "iaf": y_i = x_i·exp a_i(x_{<i}) + b_i(x_{<i}); "realnvp": the same in two halves, one of which stays; "nsf": monotonic
+    rational-quadratic splines of 8 bins between −5 and 5. The order of the features turns around from one map to the next. All
+    start as the identity. `features` is the length of x, `context` that of c. One pass of the networks in this direction, whatever
+    the kind. The object has structure and masks only: its parameters are in `start` and are given to every call.
     """
 
     def __init__(self, features: int, transforms: int, hidden: int, kind: str, like: Tensor, context: int = 0):
@@ -145,10 +144,10 @@ class MultiplicativeFamily(Family):
 
         log q(w, z) − log r(z | w),   r(z | w) = N(g(z; ẑ); k, v) |∂g/∂z|,
 
-    whose mean is at least that of log q(w) for any r, so that the bound holds. What w says of z_i is in the sufficient statistic
-    ẑ_i = Σ_j w_ij μ_ij/σ_ij² / π_i with its precision π_i = Σ_j μ_ij²/σ_ij². g is a flow given ẑ; k and v are mean and variance
-    of z_i given ẑ_i under a Gaussian N(m̃_i, s̃_i²) of r's own. At the start f and g are the identity and r(z | w) is q(z | w):
-    nothing is lost.
+    whose mean is at least that of log q(w) for any r, so that the bound holds. What w says of z_i is in the sufficient
+    statistic ẑ_i = Σ_j w_ij μ_ij/σ_ij² / π_i with its precision π_i = Σ_j μ_ij²/σ_ij². g is a flow given ẑ; k and v are mean
+    and variance of z_i given ẑ_i under a Gaussian N(m̃_i, s̃_i²) of r's own. At the start f and g are the identity and r(z | w)
+    is q(z | w): nothing is lost.
     """
 
     def __init__(self, like: Mapping[str, Tensor], transforms: int, hidden: int, kind: str, factor_scale: float):

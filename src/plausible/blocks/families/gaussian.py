@@ -28,21 +28,18 @@ class FullRankFamily(FlatFamily):
         mean = self.vector(weights)
         return {"mean": mean, "factor": raw_lower(torch.diag(torch.full_like(mean, scale)))}
 
-    def factor(self, parameters: Weights) -> Tensor:
-        return positive_lower(parameters["factor"])
-
     def noise(self, parameters: Weights) -> Weights:
         return {"noise": parameters["mean"]}
 
     def draw(self, parameters: Weights, noise: Weights, component: int = 0) -> Drawn:  # noqa: ARG002
-        return Drawn(self.named(parameters["mean"] + self.factor(parameters) @ noise["noise"]))
+        return Drawn(self.named(parameters["mean"] + positive_lower(parameters["factor"]) @ noise["noise"]))
 
     def entropy(self, parameters: Weights) -> Tensor:
         return F.softplus(parameters["factor"].diagonal()).log().sum() + HALF_LOG_2PIE * self.size
 
     def log_density(self, parameters: Weights, weights: Weights) -> Tensor:
         residual = (self.vector(weights) - parameters["mean"])[:, None]
-        factor = self.factor(parameters)
+        factor = positive_lower(parameters["factor"])
         white = torch.linalg.solve_triangular(factor, residual, upper=False)
         return standard_log_density(white) - factor.diagonal().log().sum()
 
@@ -52,7 +49,7 @@ class FullRankFamily(FlatFamily):
         From the noise itself: the way back from the weights, L⁻¹(w − μ), loses all digits where L is badly conditioned, as
         triangular matrices with random entries are.
         """
-        white, factor = noise["noise"], self.factor(parameters).detach()
+        white, factor = noise["noise"], positive_lower(parameters["factor"]).detach()
         slope = -torch.linalg.solve_triangular(factor.T, white[:, None], upper=True).squeeze(1)
         value = standard_log_density(white) - factor.diagonal().log().sum()
         return sloping(value, self.named(slope), drawn.weights)
@@ -61,15 +58,14 @@ class FullRankFamily(FlatFamily):
         return self.named(parameters["mean"])
 
     def scales(self, parameters: Weights) -> Weights:
-        return self.named(self.factor(parameters).square().sum(1).sqrt())
+        return self.named(positive_lower(parameters["factor"]).square().sum(1).sqrt())
 
     def covariance(self, parameters: Weights) -> Tensor:
-        factor = self.factor(parameters)
+        factor = positive_lower(parameters["factor"])
         return factor @ factor.T
 
 
-SHARE = 0.1
-"""Scale of the directions at the start, as a part of that of the diagonal: at 0 they would have no gradient."""
+SHARE = 0.1  # scale of the directions at the start, as a part of that of the diagonal: at 0 they would have no gradient
 
 
 class LowRankFamily(FlatFamily):
@@ -135,9 +131,9 @@ class LowRankFamily(FlatFamily):
 class MatrixNormalFamily(Family):
     """W = M + A E Bᵀ, E ~ N(0, I): Cov(W_ij, W_kl) = (A Aᵀ)_ik (B Bᵀ)_jl for each weight of two axes or more, seen as [n, p].
 
-    A [n, n] and B [p, p] are lower triangular with positive diagonals, or with `covariance="diagonal"` positive diagonals alone.
-    H = p Σ log A_ii + n Σ log B_jj + np/2 · log 2πe. Weights with fewer axes are independent Gaussians. Memory n² + p² (n + p)
-    beside the mean; a draw costs np(n + p).
+    A [n, n] and B [p, p] are lower triangular with positive diagonals, or with `covariance="diagonal"` positive diagonals
+    alone. H = p Σ log A_ii + n Σ log B_jj + np/2 · log 2πe. Weights with fewer axes are independent Gaussians. Memory n² + p²
+    (n + p) beside the mean; a draw costs np(n + p).
     """
 
     gaussian: ClassVar[bool] = True

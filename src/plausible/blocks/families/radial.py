@@ -12,8 +12,7 @@ from plausible.blocks.families.base import Drawn, Family
 from plausible.blocks.variational import inverse_softplus
 from plausible.core.weights import Weights
 
-EXPECTED_LOG_RADIUS = -0.5 * (0.5772156649015329 + math.log(2))
-"""E log|r| of r ~ N(0, 1)."""
+EXPECTED_LOG_RADIUS = -0.5 * (0.5772156649015329 + math.log(2))  # E log|r| of r ~ N(0, 1)
 
 
 class RadialFamily(Family):

@@ -1,20 +1,19 @@
 """Perceptrons on a CUDA GPU: leapfrog trajectories of all chains in one launch of a kernel made for the network at hand.
 
-`fused_density` reads a network off a `ModelDensity`, as `native_density` does for a CPU, writes a Triton kernel with its sizes as
-literals (`source`), and answers as the density it was given did, up to rounding: in float32 (products that follow one another
-on tensor cores, in three passes of TF32), sums over tiles of examples in float64. Where a network, a prior or a likelihood is none
-for which this works, or where there are too few chains to fill the GPU, the answer is None.
+`fused_density` reads a network off a `ModelDensity`, as `native_density` does for a CPU, writes a Triton kernel with its sizes
+as literals (`source`), and answers as the density it was given did, up to rounding: in float32 (products that follow one
+another on tensor cores, in three passes of TF32), sums over tiles of examples in float64. Where a network, a prior or a
+likelihood is none for which this works, or where there are too few chains to fill the GPU, the answer is None.
 
-Position, momentum and gradient of a chain, one for each program, stay in registers along the trajectory; examples come tile by tile
-out of the caches, and activations never leave the chip. Biases are the weights of an input that is always 1. Matrices are padded to
-powers of two, of at least 16, and what is padded has weight 0 and mass ∞.
+Position, momentum and gradient of a chain, one for each program, stay in registers along the trajectory; examples come tile by
+tile out of the caches, and activations never leave the chip. Biases are the weights of an input that is always 1. Matrices are
+padded to powers of two, of at least 16, and what is padded has weight 0 and mass ∞.
 """
 
 from __future__ import annotations
 
 import functools
 import linecache
-import logging
 import math
 import textwrap
 from collections.abc import Sequence
@@ -27,11 +26,9 @@ from torch import Tensor
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point, gaussian
 from plausible.blocks.kernels.native import Perceptron, Unsuitable, fixed_scales, own_precision, perceptron
 from plausible.blocks.kernels.native_source import Linear
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
-
-LARGEST = 8192
-"""Padded weights of a network from which on registers do not hold position, momentum and gradient."""
+LARGEST = 8192  # padded weights of a network from which on registers do not hold position, momentum and gradient
 WIDEST = 128
 
 
@@ -78,8 +75,8 @@ class FusedDensity(ModelDensity):
             torch.tensor(fixed_scales(density), device=self.device, dtype=torch.float32),
         )
 
-    def __deepcopy__(self, memo: Any) -> FusedDensity:
-        return self  # never changed
+    def __deepcopy__(self, memo: Any) -> FusedDensity:  # never changed
+        return self
 
     def evaluate(self, position: Tensor) -> Evaluation:
         """A leapfrog of no length; by autograd where the prior is not Gaussian and no precisions are given."""
@@ -149,8 +146,8 @@ def compiled(text: str) -> Any:
 def pays(rows: int, held: int, weights: int, chains: int) -> bool:
     """Whether a program for each chain beats matrix products over all chains (compiled and captured).
 
-    On an H200 a leapfrog takes 57 ps for each example and padded weight, in programs of which 264 run at once, against 42 µs and
-    1.4 ps for each example, weight and chain.
+    On an H200 a leapfrog takes 57 ps for each example and padded weight, in programs of which 264 run at once, against 42 µs
+    and 1.4 ps for each example, weight and chain.
     """
     return 57e-12 * rows * held * max(1.0, chains / 264) < 42e-6 + 1.4e-12 * rows * weights * chains
 

@@ -1,9 +1,9 @@
 """Perceptrons on a CPU: the log joint, its gradient and whole leapfrog paths by machine code made for the network at hand.
 
-`native_density` reads a network off a `ModelDensity`, writes C++ with its sizes as constants (`native_source`), compiles it once
-with the system's compiler, and answers as the density it was given did, up to rounding. The code lies in the user's cache folder,
-so that later processes load it at once. Where a network, a likelihood or a machine is none for which this works, the answer is
-None.
+`native_density` reads a network off a `ModelDensity`, writes C++ with its sizes as constants (`native_source`), compiles it
+once with the system's compiler, and answers as the density it was given did, up to rounding. The code lies in the user's cache
+folder, so that later processes load it at once. Where a network, a likelihood or a machine is none for which this works, the
+answer is None.
 
 On one core of a 2.8 GHz Xeon a leapfrog over 500 examples of a network 10-50-1 with tanh takes 23 µs in float32 and 55 µs in
 float64; a call costs 15 to 27 µs besides, and building the code 1 to 2 s of that core.
@@ -12,7 +12,6 @@ float64; a call costs 15 to 27 µs besides, and building the code 1 to 2 s of th
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,8 +25,7 @@ from plausible.core.data import ArrayData
 from plausible.core.likelihoods import LOG_SCALE, Bernoulli, Categorical, Gaussian
 from plausible.core.priors import Gaussian as GaussianPrior
 from plausible.core.priors.composed import leaves
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 LARGEST = 2**16
 """Weights of a layer from which on PyTorch's matrix products win. On one core of a 2.8 GHz Xeon, in float32, PyTorch's time of a
@@ -216,9 +214,9 @@ def _plain(values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
 def native_density(density: ModelDensity, threads: int | None = None) -> NativeDensity | None:
     """The same density by machine code, or None where there is none for it (the reason is logged at level DEBUG).
 
-    For `nn.Sequential` networks of `nn.Linear` and elementwise activations, with a Gaussian, categorical or Bernoulli likelihood,
-    on data that are resident tensors `[n, inputs]` on the CPU, where all weights are random. The first call for a network waits
-    for the compiler, a few seconds; later ones load what it made.
+    For `nn.Sequential` networks of `nn.Linear` and elementwise activations, with a Gaussian, categorical or Bernoulli
+    likelihood, on data that are resident tensors `[n, inputs]` on the CPU, where all weights are random. The first call for a
+    network waits for the compiler, a few seconds; later ones load what it made.
     """
     try:
         if density.device.type != "cpu":

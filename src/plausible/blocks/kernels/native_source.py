@@ -14,7 +14,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import logging
 import math
 import os
 import platform
@@ -30,6 +29,7 @@ import numpy as np
 
 from plausible.core.folders import cache_folder
 from plausible.core.storage import beside
+from plausible.core.words import log
 
 ACTIVATIONS = ("identity", "tanh", "relu", "sigmoid", "silu", "softplus", "leaky_relu", "elu", "gelu_tanh", "gelu")
 LIKELIHOODS = ("gaussian", "gaussian_learned", "gaussian_per_output", "bernoulli", "categorical")
@@ -99,8 +99,6 @@ def source(layers: Sequence[Linear], likelihood: str, size: int, noise: int | No
     bodies = [Path(__file__).with_name(name).read_text() for name in ("lanes.cpp", "perceptron.cpp", "trees.cpp")]
     return "\n".join(["#include <stdint.h>", *constants, *bodies])
 
-
-log = logging.getLogger("plausible")
 
 FLAGS = shlex.split(
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-exceptions -fno-rtti -fPIC -shared -pthread -w"

@@ -6,11 +6,11 @@ your own; `DVI` and `MDL` are built on these.
 
 from plausible.blocks.moments.expectations import LogVarianceGaussian, expected_log_prob, expected_logsumexp
 from plausible.blocks.moments.gaussians import RULES, Moments, Weight, activated, elementwise, linear, rectified, scaled
-from plausible.blocks.moments.networks import Layer, Network, chain, propagate
+from plausible.blocks.moments.networks import Link, Network, chain, propagate
 
 __all__ = [
     "RULES",
-    "Layer",
+    "Link",
     "LogVarianceGaussian",
     "Moments",
     "Network",

@@ -29,8 +29,7 @@ from plausible.core.likelihoods import LOG_SCALE, Likelihood
 from plausible.core.serialise import register
 
 NOISE_NODES = 10
-TILTS = 12
-"""Iterations towards the best tilt of the bound for several classes."""
+TILTS = 12  # iterations towards the best tilt of the bound for several classes
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -39,8 +38,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class LogVarianceGaussian(likelihoods.MeanAndNoise):
     """p(y | f) = N(y; m, e^ℓ) with m the first half of the last axis of f and ℓ, the log variance, the second.
 
-    Outputs [..., N, 2K], targets [N, K]. As `likelihoods.HeteroscedasticGaussian`, with the noise for which Wu et al. (2019) have
-    closed forms.
+    Outputs [..., N, 2K], targets [N, K]. As `likelihoods.HeteroscedasticGaussian`, with the noise for which Wu et al. (2019)
+    have closed forms.
     """
 
     second: ClassVar[str] = "log variances"
@@ -155,10 +154,10 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, y: Tensor) -> Tensor:
 def expected_logsumexp(f: Moments) -> Tensor:
     """E log Σ e^{f_i} [N]: by quadrature for two classes, and an upper bound of it for more.
 
-    For any a, E log Σ e^{f_i} = aᵀm + E log Σ e^{f_i − aᵀf} ≤ log Σ exp(m_i + ½ C_ii − (Ca)_i + ½ aᵀCa), by Jensen (Knowles & Minka
-    2011, for any covariance C). The best a solves a = softmax(m + ½ diag C − Ca), the minimum of a convex function, sought by
-    damped iterations; a being whatever it is, the bound holds. For small C it is log Σ e^{m_i} + ½ (Σ p_i C_ii − pᵀCp) + …, the
-    second-order expansion.
+    For any a, E log Σ e^{f_i} = aᵀm + E log Σ e^{f_i − aᵀf} ≤ log Σ exp(m_i + ½ C_ii − (Ca)_i + ½ aᵀCa), by Jensen (Knowles &
+    Minka 2011, for any covariance C). The best a solves a = softmax(m + ½ diag C − Ca), the minimum of a convex function,
+    sought by damped iterations; a being whatever it is, the bound holds. For small C it is log Σ e^{m_i} + ½ (Σ p_i C_ii −
+    pᵀCp) + …, the second-order expansion.
     """
     matrix = f.covariance is not None and f.covariance.ndim > f.mean.ndim
     if f.mean.shape[-1] == 2:

@@ -5,13 +5,13 @@ correlations (Mehler's formula). With c_k = E φ(μ + σz) He_k(z)/√k!, the He
 
     Cov(φ(a), φ(b)) = Σ_{k ≥ 1} ρ^k c_k(a) c_k(b),        Var φ(a) = Σ_{k ≥ 1} c_k(a)²
 
-for jointly Gaussian a and b of correlation ρ. Cut after a few terms it is a sum of positive semi-definite matrices; the diagonal is
-put to the exact variances, which are larger, so that the result is a covariance for any number of terms. The first term alone
-is the linearisation E φ'(a) E φ'(b) Cov(a, b).
+for jointly Gaussian a and b of correlation ρ. Cut after a few terms it is a sum of positive semi-definite matrices; the
+diagonal is put to the exact variances, which are larger, so that the result is a covariance for any number of terms. The first
+term alone is the linearisation E φ'(a) E φ'(b) Cov(a, b).
 
-The quadrature of `NODES` nodes is the trapezoidal rule, which converges exponentially on a normal density: with a step of 0.32 the
-mean of tanh(σz)² errs by 2e-9 for σ = 1 and by 4e-4 for σ = 3, where as many Gauss–Hermite nodes err by 4e-3.
-Shorter rules are Gauss–Hermite's, exact for polynomials of degree below twice their number.
+The quadrature of `NODES` nodes is the trapezoidal rule, which converges exponentially on a normal density: with a step of 0.32
+the mean of tanh(σz)² errs by 2e-9 for σ = 1 and by 4e-4 for σ = 3, where as many Gauss–Hermite nodes err by 4e-3. Shorter rules
+are Gauss–Hermite's, exact for polynomials of degree below twice their number.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Weight(NamedTuple):
 def linear(x: Moments, weight: Weight, bias: Weight | None = None, *, full: bool = True) -> Moments:
     """Moments of Wx + b with independent W, b and x: exact, whatever the law of x.
 
-    mean = W̄ m + b̄,  covariance = W̄ Σ W̄ᵀ + diag(V_W (m² + diag Σ) + V_b), V the variances of the weights. Outputs of certain or
-    independent inputs with random weights alone are independent; otherwise they are not, and `full=False` leaves their
-    covariances out, of inputs and outputs (the variances stay exact where inputs are independent). Cost:
-    one matrix product with V more; with `full` N·D_in·D·(D_in + D) for D_in inputs and D outputs.
+    mean = W̄ m + b̄,  covariance = W̄ Σ W̄ᵀ + diag(V_W (m² + diag Σ) + V_b), V the variances of the weights. Outputs of certain
+    or independent inputs with random weights alone are independent; otherwise they are not, and `full=False` leaves their
+    covariances out, of inputs and outputs (the variances stay exact where inputs are independent). Cost: one matrix product
+    with V more; with `full` N·D_in·D·(D_in + D) for D_in inputs and D outputs.
     """
     mean = F.linear(x.mean, weight.mean, None if bias is None else bias.mean)
     fresh: Tensor | None = None
@@ -110,8 +110,7 @@ def scaled(x: Moments, scale: Weight | None, shift: Weight | None) -> Moments:
     return Moments(mean, covariance)
 
 
-NODES, WIDTH = 37, 5.76
-"""Nodes of the trapezoidal rule, from −WIDTH to WIDTH."""
+NODES, WIDTH = 37, 5.76  # nodes of the trapezoidal rule, from −WIDTH to WIDTH
 
 
 def _rule(count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -189,8 +188,7 @@ def root(variance: Tensor) -> Tensor:
     return variance.clamp_min(torch.finfo(variance.dtype).tiny ** 0.5).sqrt()
 
 
-SCALE_NODES = 10
-"""Nodes for a random scale in front of an activation."""
+SCALE_NODES = 10  # nodes for a random scale in front of an activation
 
 
 class Expansion(NamedTuple):

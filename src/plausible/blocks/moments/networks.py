@@ -14,7 +14,7 @@ from plausible.core.weights import Weights
 SKIPPED = (nn.Identity, nn.Dropout, nn.AlphaDropout)
 
 
-class Layer(NamedTuple):
+class Link(NamedTuple):
     """A module of the chain and its name in the network; `prefix` stands before the names of its weights."""
 
     name: str
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
         return f"{self.name}." if self.name else ""
 
 
-def chain(network: nn.Module, who: str) -> tuple[Layer, ...]:
+def chain(network: nn.Module, who: str) -> tuple[Link, ...]:
     """The layers of a module or of nested `nn.Sequential`s in the order in which they run; others are refused by name.
 
     Layers that do nothing here (identities, dropout) are left out. `who` is the method that asks.
@@ -43,7 +43,7 @@ def chain(network: nn.Module, who: str) -> tuple[Layer, ...]:
     return layers
 
 
-def _layers(name: str, module: nn.Module, who: str) -> list[Layer]:
+def _layers(name: str, module: nn.Module, who: str) -> list[Link]:
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         # not named_children, which leaves out a module that stands there a second time
         parts = [_layers(f"{name}.{key}" if name else key, child, who) for key, child in module._modules.items()]
@@ -51,12 +51,9 @@ def _layers(name: str, module: nn.Module, who: str) -> list[Layer]:
     kind = type(module)
     if kind in SKIPPED:
         return []
-    if kind is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
-        return [Layer(name, module)]
-    if kind is nn.BatchNorm1d and module.track_running_stats:
-        return [Layer(name, module)]
-    if kind is nn.Linear or kind in RULES:
-        return [Layer(name, module)]
+    flat = kind is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+    if flat or (kind is nn.BatchNorm1d and module.track_running_stats) or kind is nn.Linear or kind in RULES:
+        return [Link(name, module)]
     activations = ", ".join(sorted(rule.__name__ for rule in RULES))
     where = f"the layer {name!r} is" if name else "the network is"
     raise ValueError(
@@ -69,14 +66,13 @@ def _layers(name: str, module: nn.Module, who: str) -> list[Layer]:
 class Network(NamedTuple):
     """Weights of a network as Gaussians: means of all (points too), variances of the random ones, by name."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Link, ...]
     means: Mapping[str, Tensor]
     variances: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    evaluated: Collection[str] = ()
-    """Names of submodules that stay in evaluation mode."""
+    evaluated: Collection[str] = ()  # names of submodules that stay in evaluation mode
 
-    def weight(self, layer: Layer, name: str) -> Weight | None:
+    def weight(self, layer: Link, name: str) -> Weight | None:
         """A weight of a layer; a frozen parameter is a point at its value; None where the layer has none."""
         full = layer.prefix + name
         if full in self.means:
@@ -84,7 +80,7 @@ class Network(NamedTuple):
         held = getattr(layer.module, name)
         return None if held is None else Weight(held.detach())
 
-    def buffer(self, layer: Layer, name: str) -> Tensor:
+    def buffer(self, layer: Link, name: str) -> Tensor:
         held = self.buffers.get(layer.prefix + name)
         return getattr(layer.module, name) if held is None else held
 
@@ -94,8 +90,8 @@ def propagate(network: Network, x: Any, *, full: bool, terms: int, train: bool =
 
     Linear layers are exact. Their outputs are taken as Gaussian where an activation follows, which they are in the first layer.
     Elements are independent up to the second linear layer; from there on covariances are kept with `full`, and left out
-    otherwise. With `train`, batch norm normalises by the moments of the batch, Σ m/N and Σ (m² + v)/N − (Σ m/N)², taken as certain;
-    otherwise by its running statistics. x: [N, …].
+    otherwise. With `train`, batch norm normalises by the moments of the batch, Σ m/N and Σ (m² + v)/N − (Σ m/N)², taken as
+    certain; otherwise by its running statistics. x: [N, …].
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"moments go through networks of one input tensor, got inputs of type {type(x).__name__}")
@@ -131,7 +127,7 @@ def propagate(network: Network, x: Any, *, full: bool, terms: int, train: bool =
     return moments, moved
 
 
-def _require_rows(mean: Tensor, layer: Layer) -> None:
+def _require_rows(mean: Tensor, layer: Link) -> None:
     if mean.ndim != 2:
         raise ValueError(
             f"moments go through layers of vectors, [N, D]; the layer {layer.name!r} gets inputs of shape "
@@ -140,7 +136,7 @@ def _require_rows(mean: Tensor, layer: Layer) -> None:
 
 
 def _normalised(
-    network: Network, layer: Layer, module: nn.BatchNorm1d, x: Moments, train: bool
+    network: Network, layer: Link, module: nn.BatchNorm1d, x: Moments, train: bool
 ) -> tuple[Moments, dict[str, Tensor]]:
     """(x − centre)/√(spread + ε) by the statistics of the batch or the running ones, and the running ones afterwards."""
     centre, spread = (network.buffer(layer, name) for name in ("running_mean", "running_var"))
@@ -163,12 +159,12 @@ def _normalised(
 
 
 def model_network(
-    model: Any, who: str, means: Weights, variances: Weights, buffers: Weights, layers: tuple[Layer, ...] | None = None
+    model: Any, who: str, means: Weights, variances: Weights, buffers: Weights, layers: tuple[Link, ...] | None = None
 ) -> Network:
     return Network(layers or chain(model.network, who), means, variances, buffers, model.evaluated)
 
 
-def check(model: Any, x: Any, who: str) -> tuple[Layer, ...]:
+def check(model: Any, x: Any, who: str) -> tuple[Link, ...]:
     """The layers of a model's network, after making sure that running them in turn is what the network does at its weights.
 
     Refused: outputs picked by `output=`, several inputs, hooks that change values, forward passes in mixed precision.

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from plausible.core.priors.composed import as_prior
-from plausible.core.priors.rules import Prior, total
+from plausible.core.priors.rules import LOG_2PI, Prior, total
 from plausible.core.transforms import transformed
-
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Earlier(Prior):
@@ -23,17 +21,12 @@ class Earlier(Prior):
         first = pl.fit(net, task_1, pl.Laplace(structure="kron"))
         both = pl.fit(net, task_2, pl.Laplace(structure="kron"), prior=pl.priors.Earlier(first), init=first)
 
-    By Bayes' rule p(w | D₁, D₂) ∝ p(D₂ | w) p(w | D₁): with the Gaussian of the first task in the place of p(w | D₁) nothing of D₁
-    is needed any more. With Kronecker factors that is the online Laplace approximation of Ritter, Botev and Barber (2018), with
-    diagonal ones Kirkpatrick et al.'s (2017) elastic weight consolidation with its sums put right (Huszár 2018), and with
-    `MeanField` posteriors variational continual learning (Nguyen et al. 2018).
-
-    `posterior` is one of `Laplace`, which gives Λ as `precision_product(δ)`, or independent Gaussians (`MeanField` and its kin),
-    of which Λ is 1/σ². Weights that were no part of it, points and new ones, keep `rest`: by default the prior it was fitted with.
-    Unless Λ is diagonal this is one density over all its weights together: no density for single ones (`elementwise`), and
-    `log_prob` needs all of them. It holds tensors, not settings: a file names it, and `load` wants it again.
-
-    Cost of `log_prob`: one product Λδ.
+    With Kronecker factors that is the online Laplace approximation of Ritter, Botev and Barber (2018), with diagonal ones
+    Kirkpatrick et al.'s (2017) elastic weight consolidation with its sums put right (Huszár 2018), and with `MeanField` posteriors
+    variational continual learning (Nguyen et al. 2018). `posterior` is one of `Laplace`, which gives Λ as `precision_product(δ)`,
+    or independent Gaussians, of which Λ is 1/σ². Weights that were no part of it keep `rest`: by default the prior it was fitted
+    with. Unless Λ is diagonal this is one density over all its weights together, and `log_prob` needs all of them, at the cost of
+    one product Λδ. It holds tensors, not settings: a file names it, and `load` wants it again.
     """
 
     def __init__(self, posterior: Any, rest: Prior | Mapping[str, Prior] | None = None):

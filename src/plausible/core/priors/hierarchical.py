@@ -33,17 +33,14 @@ class Hierarchical(Prior):
 
         log p(w_g) = log Γ(a + n/2) − log Γ(a) + a log b − (n/2) log 2π − (a + n/2) log(b + ½‖w_g‖²),   a = shape, b = rate,
 
-    and this is what `log_prob` gives, so that every method can use it. Samplers by Markov chains draw the precisions too, by Gibbs
-    steps (Neal 1996, Bayesian learning for neural networks), and keep them: `posterior.precisions`. With `sampled=False` they move
-    under the integrated density instead, whose gradient is −E(τ | w)·w. Both have the same posterior of the weights.
-
-    Groups share a precision: "tensor", every weight matrix and every bias has its own; "layer", weight and bias of a layer share
-    one; "input", as "tensor", but the first weight of two or more axes has one for each of its inputs: automatic relevance
-    determination (MacKay 1994, Neal 1996); "all". The likelihood's own weights are never grouped with those of the network.
-    `with_width(width, alpha)` is Neal's parametrisation, and `FanIn` around it his scaling of weights by the number of units.
-
-    Elements of a group depend on each other: no density for single ones (`elementwise`). Weights that `where=` leaves out are fixed
-    members of their group: the law of the others is the one given them, p(w_random | w_points), for chains and for particles alike.
+    and this is what `log_prob` gives, so that every method can use it. Markov chains draw the precisions too, by Gibbs steps
+    (Neal 1996, Bayesian learning for neural networks), and keep them: `posterior.precisions`; with `sampled=False` they move
+    under the integrated density, whose gradient is −E(τ | w)·w. Groups share a precision: "tensor", every weight matrix and
+    every bias has its own; "layer", weight and bias of a layer share one; "input", as "tensor", but the first weight of two or
+    more axes has one for each of its inputs: automatic relevance determination (MacKay 1994, Neal 1996); "all". The
+    likelihood's own weights are never grouped with those of the network. `with_width(width, alpha)` is Neal's parametrisation,
+    and `FanIn` around it his scaling by the number of units. Elements of a group have no density alone (`elementwise`); weights
+    that `where=` leaves out are fixed members of it: p(w_random | w_points).
     """
 
     shape: float = 1.0
@@ -158,4 +155,4 @@ class Hierarchical(Prior):
             scales = scale[..., labels[name].to(generator.device)].to(dtype)
             noise = _normal((*leading, *weight.shape), generator, dtype)
             drawn[name] = (scales * noise).to(device=weight.device, dtype=weight.dtype)
-        return {name: drawn[name] for name in like}
+        return drawn

@@ -94,9 +94,9 @@ class Rule(Prior):
     def log_density(self, weight: Tensor) -> Tensor:
         """The log density of each element; same shape."""
 
-    @abstractmethod
-    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Independent draws on the generator's device."""
+        raise ValueError(f"{type(self).__name__} is improper and cannot be sampled")
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:  # noqa: ARG002
         return self.log_density(weight)
@@ -119,8 +119,7 @@ class Rule(Prior):
 
 LOG_2PI = math.log(2 * math.pi)
 EULER_GAMMA = 0.5772156649015329
-SOFTENING = 1e-8
-"""Poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)."""
+SOFTENING = 1e-8  # poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)
 
 
 def _log(value: float | Tensor) -> float | Tensor:
@@ -130,10 +129,6 @@ def _log(value: float | Tensor) -> float | Tensor:
 
 def _lgamma(value: float | Tensor) -> float | Tensor:
     return torch.lgamma(value) if isinstance(value, Tensor) else math.lgamma(value)
-
-
-def _log1m(value: float | Tensor) -> float | Tensor:
-    return torch.log1p(-value) if isinstance(value, Tensor) else math.log1p(-value)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -283,7 +278,8 @@ class ScaleMixture(Rule):
 
     def log_density(self, weight: Tensor) -> Tensor:
         """The wide component's log density plus softplus of the (bounded above) log ratio narrow/wide."""
-        one, two = (_log(self.pi), self.sigma1), (_log1m(self.pi), self.sigma2)
+        other: Any = torch.log1p(-self.pi) if isinstance(self.pi, Tensor) else math.log1p(-self.pi)
+        one, two = (_log(self.pi), self.sigma1), (other, self.sigma2)
         if isinstance(self.sigma1, Tensor) or isinstance(self.sigma2, Tensor):  # stacked
             order = torch.as_tensor(self.sigma1) >= torch.as_tensor(self.sigma2)
             log_wide, wide = (torch.where(order, a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
@@ -340,18 +336,14 @@ def _log_scaled_exponential_integral(u: Tensor) -> Tensor:
     # both branches are computed: each must be finite everywhere, for gradients too
     small, large = u.clamp(max=switch), u.clamp(min=switch)
     # Horner's scheme, from the highest power
-    series = torch.full_like(small, _series_coefficient(terms))
-    for k in range(terms - 1, 0, -1):
-        series = series * small + _series_coefficient(k)
+    series = torch.zeros_like(small)
+    for k in range(terms, 0, -1):
+        series = series * small - (-1.0) ** k / (k * math.factorial(k))
     near = small + torch.log(series * small - EULER_GAMMA - torch.log(small))
     rest = 0.5 * (large + (2 * depth + 0.5) + torch.sqrt(large * (large + (4 * depth + 2)) - 0.25))
     for k in range(depth, 0, -1):
         rest = large + (2 * k - 1) - k * k / rest
     return torch.where(u <= switch, near, -torch.log(rest))
-
-
-def _series_coefficient(k: int) -> float:
-    return -((-1.0) ** k) / (k * math.factorial(k))
 
 
 @register
@@ -414,6 +406,3 @@ class Flat(Rule):
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
         return torch.zeros((), dtype=mean.dtype, device=mean.device)
-
-    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        raise ValueError("Flat is improper and cannot be sampled")

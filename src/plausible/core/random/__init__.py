@@ -2,10 +2,9 @@
 
     noise = f(key, counter),   key = two 32-bit words derived from a seed,   counter = the number of the step
 
-On the CPU the noise comes from a counter-based generator (Threefry-2x32; see `plausible.core.random.threefry`), so the same
-seed gives the same bits, replicas and ranks fold their index into the key, a resumed run just goes on, and nobody's
-global generator is touched. On a GPU PyTorch's own generator is the fast one, and it works in compiled and captured
-steps: `normal` and `uniform` use it there, and `isolated` seeds it and gives it back as it was.
+On the CPU the noise comes from a counter-based generator (`threefry.py`), so the same seed gives the same bits, replicas and
+ranks fold their index into the key, a resumed run just goes on, and nobody's global generator is touched. On a GPU PyTorch's
+own generator is the fast one: `normal` and `uniform` use it there, and `isolated` seeds it and gives it back as it was.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ def normal(key: Tensor, counter: Tensor | int, like: Mapping[str, Tensor]) -> di
 def normal(key: Tensor, counter: Tensor | int, like: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """N(0, 1) noise, independent, shaped like each tensor of `like`.
 
-    `key` int64 [*K, 2] and `counter` int64 [*K] broadcast; the noise is [*K, *shape], and on the CPU the i-th number
-    over all tensors, in their order, is a pure function of (key, counter, i). It is drawn in float32 and converted:
-    float64 weights get the same noise as float32 ones. Under `torch.func.vmap` map the key or the counter, or all
-    replicas share their noise. Elsewhere than on the CPU the noise is `torch.randn` of the global generator (seed it by
-    `isolated`; under vmap say randomness="different"). Not differentiable. Cost: see `plausible.core.random.threefry`.
+    `key` int64 [*K, 2] and `counter` int64 [*K] broadcast; the noise is [*K, *shape], and on the CPU the i-th number over all
+    tensors, in their order, is a pure function of (key, counter, i). It is drawn in float32 and converted: float64 weights get
+    the same noise as float32 ones. Under `torch.func.vmap` map the key or the counter, or all replicas share their noise.
+    Elsewhere than on the CPU it is `torch.randn` of the global generator (seed it by `isolated`; under vmap say
+    randomness="different"). Not differentiable.
     """
     return _noise(_NORMAL, torch.randn, key, counter, like)
 
