@@ -16,8 +16,8 @@ from plausible.core.weights import Weights
 
 Joint = Callable[[Weights], tuple[Tensor, Weights]]  # weights → the log joint and its gradient
 Flat = Callable[[Tensor], tuple[float, Tensor]]  # a vector → a loss and its gradient
+# weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood
 At = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
-"""Weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood."""
 
 LIMIT = 2000  # weights up to which factorising the curvature at every step is worth it
 SETTLED = 1e-6  # mean squared distance to the mode, in posterior standard deviations, at which climbing ends

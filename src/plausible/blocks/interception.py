@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+# operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels
 AXES = {
     F.linear: 0,
     torch.conv1d: 1,
@@ -32,7 +33,6 @@ AXES = {
     torch.conv_transpose2d: 2,
     torch.conv_transpose3d: 3,
 }
-"""Operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels."""
 
 _METHODS: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear,),
@@ -44,8 +44,8 @@ _METHODS: dict[str, tuple[Any, ...]] = {
     "recurrent": (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     "dropout": (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
 }
+# functions → the method of an `Interceptor` that gets their calls
 OPERATIONS = {function: method for method, functions in _METHODS.items() for function in functions}
-"""Functions → the method of an `Interceptor` that gets their calls."""
 
 _QUESTIONS = """
 shape dtype device layout ndim names itemsize nbytes requires_grad is_leaf grad grad_fn

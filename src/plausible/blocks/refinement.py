@@ -23,8 +23,8 @@ from plausible.core.model import Model
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, index, num_elements, stack
 
+# weights → log p(w, D), its gradient, and the network's buffers afterwards. The value is 0-d, or [S] for S stacked draws
 Slope = Callable[[Weights], tuple[Tensor, Weights, Weights]]
-"""Weights → log p(w, D), its gradient, and the network's buffers afterwards. The value is 0-d, or [S] for S stacked draws."""
 
 
 class Trajectory(NamedTuple):

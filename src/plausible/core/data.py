@@ -45,15 +45,11 @@ class Batch(NamedTuple):
 
 
 def num_rows(x: Any) -> int:
-    if isinstance(x, Tensor):
-        return x.shape[0]
-    return len(pytree.tree_leaves(x)[0])
+    return x.shape[0] if isinstance(x, Tensor) else len(pytree.tree_leaves(x)[0])
 
 
 def take(x: Any, rows: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x[rows]
-    return tree_map(lambda leaf: leaf[rows], x)
+    return x[rows] if isinstance(x, Tensor) else tree_map(lambda leaf: leaf[rows], x)
 
 
 def select_rows(batch: Batch, rows: Any) -> Batch:

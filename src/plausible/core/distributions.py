@@ -56,9 +56,8 @@ class StudentT(distributions.StudentT):
 
     def log_prob(self, value: Tensor) -> Tensor:
         half = 0.5 * self._narrow_df
-        normaliser = (half * torch.log1p(0.5 / half) + stirling_error(half + 0.5) - stirling_error(half)) - 0.5 * (
-            1 + math.log(2 * math.pi)
-        )
+        stirling = half * torch.log1p(0.5 / half) + stirling_error(half + 0.5) - stirling_error(half)
+        normaliser = stirling - 0.5 * (1 + math.log(2 * math.pi))
         z = (value - self.loc) / self.scale
         return normaliser - self.scale.log() - (half + 0.5) * torch.log1p(z * z / self._narrow_df)
 
@@ -118,12 +117,8 @@ class NegativeBinomial(distributions.NegativeBinomial):
 
     def log_prob(self, value: Tensor) -> Tensor:
         r, logits = self.total_count, self.logits
-        rising = (
-            (r + value - 0.5) * torch.log1p(value / r)
-            + value * (self.log_dispersion - 1)
-            + stirling_error(r + value)
-            - stirling_error(r)
-        )
+        rising = (r + value - 0.5) * torch.log1p(value / r) + value * (self.log_dispersion - 1)
+        rising = rising + stirling_error(r + value) - stirling_error(r)
         return rising - torch.lgamma(value + 1) + value * F.logsigmoid(logits) - r * F.softplus(logits)
 
     def cdf(self, value: Tensor) -> Tensor:
@@ -319,8 +314,7 @@ def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor
 def _normal_quantile(distribution: distributions.Distribution, q: float | Tensor) -> Tensor | None:
     """μ + σΦ⁻¹(q) where the mixture is a single Gaussian, also in other units; None where it is not."""
     if isinstance(distribution, Affine):
-        upright = _normal_quantile(distribution.base, q)
-        if upright is None:
+        if (upright := _normal_quantile(distribution.base, q)) is None:
             return None
         turned = 2 * distribution.base.mean[0] - upright  # the quantile at 1 − q
         return distribution.loc + distribution.scale * torch.where(distribution.scale > 0, upright, turned)

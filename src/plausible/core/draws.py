@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 
 
 NUMBERS = 2**26  # numbers that the draws held at once have together: 256 MiB in float32
-
 ROWS = 2**17  # draws × inputs that are evaluated at once
-
 PART = 4096  # inputs that are evaluated at once where nobody says how many
-
+# numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves
 LARGE = 10**7
-"""Numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves."""
-
+# networks for which `vmap` has failed: their draws are evaluated one by one from then on
 LOOPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Networks for which `vmap` has failed: their draws are evaluated one by one from then on."""
 
 
 def at_once(numbers: int, rows: int = 1, *, copies: int = 1, block: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -11,21 +12,13 @@ def available(device: torch.device) -> int | None:
     """Free bytes on the device, or None where that cannot be known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    # a container sees the host's memory and may have less
-    known = [free for free in (_system_memory(), _container_memory()) if free is not None]
-    return min(known) if known else None
-
-
-def _system_memory() -> int | None:
-    """What Linux says could be had without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    known = []
+    with contextlib.suppress(OSError):  # what Linux says could be had without swapping
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if (left := _container_memory()) is not None:  # a container sees the host's memory and may have less
+        known.append(left)
+    return min(known, default=None)
 
 
 def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:

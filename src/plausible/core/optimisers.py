@@ -226,9 +226,9 @@ def as_optimiser(value: Optimiser | str) -> Optimiser:
     if isinstance(value, Optimiser):
         return value
     known = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]()
     if isinstance(value, str):
-        if value.lower() in known:
-            return known[value.lower()]()
         raise ValueError(f"unknown optimiser {value!r}; known are {', '.join(map(repr, known))}")
     raise TypeError(
         f"optimiser must be AdamW(...), SGD(...) or a name, got {value!r} of type {type(value).__qualname__}; "

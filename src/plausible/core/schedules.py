@@ -29,9 +29,9 @@ class Schedule(ABC):
         """The value at `step` (0-d, counted from 0) of `total` steps."""
 
 
-def _progress(step: Tensor, begin: int, end: int) -> Tensor:
-    """(step − begin)/(end − begin), held within [0, 1]."""
-    return ((step - begin).float() / max(end - begin, 1)).clamp(0.0, 1.0)
+def _progress(step: Tensor, total: int) -> Tensor:
+    """step/total, held within [0, 1]."""
+    return (step.float() / max(total, 1)).clamp(0.0, 1.0)
 
 
 def _half_wave(left: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Linear(Schedule):
         check_number(self, "start", "end", at_least=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        return self.start + (self.end - self.start) * _progress(step, 0, total)
+        return self.start + (self.end - self.start) * _progress(step, total)
 
 
 @register
@@ -89,10 +89,8 @@ class Cosine(Schedule):
     def __call__(self, step: Tensor, total: int) -> Tensor:
         warm = math.ceil(self.warmup * total)
         # counted from the end, so that the last step comes down to `end` exactly
-        wave = self.end + (self.start - self.end) * _half_wave(_progress(total - step, 0, total - warm))
-        if not warm:
-            return wave
-        return torch.where(step < warm, self.start * _progress(step + 1, 0, warm), wave)
+        wave = self.end + (self.start - self.end) * _half_wave(_progress(total - step, total - warm))
+        return torch.where(step < warm, self.start * _progress(step + 1, warm), wave) if warm else wave
 
 
 @register
@@ -107,7 +105,7 @@ class Exponential(Schedule):
         check_number(self, "start", "end", above=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, 0, total))
+        return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, total))
 
 
 @register

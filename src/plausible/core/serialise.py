@@ -24,10 +24,9 @@ import torch
 
 INF = math.inf
 LARGEST_TENSOR = 10_000  # tensors with more elements than this belong into the tensor file, not among the settings
-
 LAYERS = ("core", "blocks", "engine", "posteriors", "methods", "analysis", "apps")
+# called where a type is not known: each imports modules that register some (`plausible.methods` adds its own)
 discoveries: list[Callable[[], None]] = []
-"""Called where a type is not known: each imports modules that register some (`plausible.methods` adds its own)."""
 
 _RESERVED = frozenset({"type", "opaque"})
 _classes: dict[str, type] = {}
@@ -143,16 +142,12 @@ def _decode(data: Any) -> Any:
     if not isinstance(data, Mapping):
         raise ValueError(f"stored settings hold {data!r} of type {type(data).__qualname__}, which JSON does not have")
     # marks are checked before anything else, so that no file can smuggle a mapping past them
-    if "type" in data:
-        return _decode_object(data)
-    if "opaque" in data:
+    if "opaque" in data and "type" not in data:
         if set(data) != {"opaque"} or not isinstance(data["opaque"], str):
             raise ValueError(f"an opaque entry has one field with a name, got {dict(data)!r}")
         return Opaque(data["opaque"])
-    return {key: _decode(item) for key, item in data.items()}
-
-
-def _decode_object(data: Mapping[str, Any]) -> Any:
+    if "type" not in data:
+        return {key: _decode(item) for key, item in data.items()}
     kind = data["type"]
     if kind == "float":
         if set(data) != {"type", "value"} or data["value"] not in ("inf", "-inf", "nan"):

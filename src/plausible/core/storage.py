@@ -250,9 +250,7 @@ class JoinedDraws(DrawStore):
         joined = concatenate(pieces)
         if order == list(range(len(rows))):
             return joined
-        back = torch.empty(len(order), dtype=torch.int64)
-        # the inverse permutation
-        back[torch.tensor(order)] = torch.arange(len(order))
+        back = torch.tensor(order).argsort()  # the inverse permutation
         return {name: value[back.to(device)] for name, value in joined.items()}
 
     def shards(self) -> Iterable[Weights]:
@@ -271,9 +269,6 @@ class PrunedDraws(DrawStore):
 
     def __len__(self) -> int:
         return len(self.store)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.store.shapes()
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         return self._zeroed(self.store.get(rows, device), rows)

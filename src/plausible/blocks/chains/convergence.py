@@ -191,12 +191,6 @@ def ess_bulk(values: Tensor) -> Tensor:
 
 
 @_by_parts
-def ess_quantile(values: Tensor, level: float) -> Tensor:
-    """Effective sample size of a quantile: that of the indicator of lying below it."""
-    return _quantile_sizes(values, _checked(level))[0]
-
-
-@_by_parts
 def ess_tail(values: Tensor) -> Tensor:
     """The smaller effective sample size of the 5 % and the 95 % quantile: for intervals."""
     return torch.minimum(*_quantile_sizes(values, 0.05, 0.95))
@@ -223,7 +217,9 @@ def mcse_quantile(values: Tensor, level: float) -> Tensor:
     The share of draws below the quantile is Beta(ESS·level + 1, ESS·(1 − level) + 1); its 16 % and 84 % quantiles, times the
     number of draws, are the places of the two.
     """
-    size = _quantile_sizes(values, _checked(level))[0]
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level!r}")
+    size = _quantile_sizes(values, level)[0]
     ordered, _ = _ordered(values.flatten(1))
     count = ordered.shape[1]
     a, b = ((size * share + 1).cpu().double().numpy() for share in (level, 1 - level))
@@ -231,12 +227,6 @@ def mcse_quantile(values: Tensor, level: float) -> Tensor:
     below, above = (share * count - 1 for share in shares)
     low, high = below.floor().clamp(min=0).long(), above.ceil().clamp(max=count - 1).long()
     return (ordered.gather(1, high[:, None]) - ordered.gather(1, low[:, None]))[:, 0] / 2
-
-
-def _checked(level: float) -> float:
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level!r}")
-    return level
 
 
 def ebfmi(energy: Tensor, change: Tensor | None = None) -> Tensor:
@@ -282,9 +272,7 @@ def summary(chains: Tensor) -> dict[str, Tensor]:
 
 def spaced(count: int, limit: int) -> Tensor:
     """Indices of at most `limit` of `count` quantities, evenly spaced."""
-    if count <= limit:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, limit, dtype=torch.float64).long()
+    return torch.arange(count) if count <= limit else torch.linspace(0, count - 1, limit, dtype=torch.float64).long()
 
 
 def summarise(chains: Tensor, limit: int = LIMIT) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import scipy.special
 import torch
 from torch import Tensor
 
@@ -191,21 +192,11 @@ def gamma(shape: Tensor, key: Tensor, counter: Tensor | int) -> Tensor:
     first = accepted.int().argmax(0, keepdim=True)
     variate = (d * v).gather(0, first)[0]
     if not bool(accepted.any(0).all()):
-        other = _inverted(raised, random.uniform(random.fold(key, 2), counter, raised))
+        level = random.uniform(random.fold(key, 2), counter, raised)
+        other = torch.as_tensor(scipy.special.gammaincinv(raised.cpu().numpy(), level.cpu().numpy())).to(raised)
         variate = torch.where(accepted.any(0), variate, other)
     if bool((shape < 1).any()):
         # U^(1/a) in logarithms, which for small shapes would underflow
         power = random.uniform(random.fold(key, 3), counter, raised).log() / shape
         variate = torch.where(shape < 1, variate * power.exp(), variate)
     return variate
-
-
-def _inverted(shape: Tensor, level: Tensor) -> Tensor:
-    """The x with P(shape, x) = level, by halving an interval: float64."""
-    # 60 standard deviations: no uniform number reaches beyond
-    low, high = torch.zeros_like(shape), shape + 60 * shape.sqrt() + 60
-    for _ in range(100):
-        middle = 0.5 * (low + high)
-        below = torch.special.gammainc(shape, middle) < level
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return 0.5 * (low + high)

@@ -22,8 +22,8 @@ from plausible.core.weights import num_bytes
 if TYPE_CHECKING:
     from plausible.blocks.curvature.losses import OutputFisher
 
+# bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together
 MEMORY = 2**26
-"""Bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together."""
 WORTH = 0.8  # examples are ordered where that leaves at most this share of the columns
 
 

@@ -17,8 +17,8 @@ from plausible.core.special import widest
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
+# weights up to which a Hessian is read off its products with unit vectors, and how many of those go into one pass
 HESSIAN_LIMIT, UNITS = 20_000, 64
-"""Weights up to which a Hessian is read off its products with unit vectors, and how many of those go into one pass."""
 
 
 class Dense(Block):

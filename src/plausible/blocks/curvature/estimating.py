@@ -30,13 +30,13 @@ from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
+# vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal
 SMALL = 1024
-"""Vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal."""
 WORKSPACE = 2**29  # bytes for the activations and gradients of one chunk of the data
+# examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches
 ROWS = 2560
-"""Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
+# examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace
 EXAMPLES = 256
-"""Examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace."""
 
 
 class Tally:
@@ -133,7 +133,7 @@ def start(
     if curvature == "hessian":
         return ExactHessian(model, at.weights, data, plan(layers, structure), structure, chunk)
     blocks = plan(layers, structure, precision, sharing) if chosen is None else [Subset(layers, chosen)]
-    return _Sums(model, at, data, first, blocks, structure, curvature, chunk, negligible, tally)
+    return _Sums(at, data, first, blocks, structure, curvature, chunk, negligible, tally)
 
 
 class _Sums:
@@ -143,7 +143,6 @@ class _Sums:
 
     def __init__(
         self,
-        model: Model,
         at: Linearisation,
         data: Data,
         first: Batch,
@@ -154,13 +153,13 @@ class _Sums:
         negligible: float,
         tally: Tally | None,
     ):
-        self.model, self.at, self.blocks, self.structure, self.tally = model, at, list(blocks), structure, tally
+        self.model, self.at, self.blocks, self.structure, self.tally = at.model, at, list(blocks), structure, tally
         # corrected eigenvalues need the eigenbases, which one pass over the data must find first
         self.passes, self.turn = 2 if structure == "ekfac" else 1, 0
-        self.device, self.noise = next(iter(at.weights.values())).device, model.noise(at.weights)
+        self.device, self.noise = next(iter(at.weights.values())).device, at.model.noise(at.weights)
         self.num_data, self.wished = data.num_data, chunk
         self.empirical = curvature == "empirical"
-        self.final = is_final(at, model) and structure == "kron" and not self.empirical and len(model.output_shape) == 1
+        self.final = is_final(at, at.model) and structure == "kron" and not self.empirical
         # blocks that never write a Jacobian down are limited by the CPU's caches, the others by their own matrices
         self.cached = self.device.type == "cpu" and structure in ("diag", "kron", "ekfac") and not isinstance(blocks[0], Subset)
         self._sizes: dict[tuple[int, bool], tuple[int, int]] = {}

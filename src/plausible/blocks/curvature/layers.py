@@ -13,8 +13,8 @@ from plausible.core.weights import Weights
 
 BLOCK = 2**24  # numbers of a Jacobian that may stand in memory at once
 STRIPS = 5  # in how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster
+# bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)
 RETAINED = 2**25 - 2**16
-"""Bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,12 @@ class Linearisation:
         """The same for `count` of the K columns after the other, by one forward pass and a backward pass for each slice."""
         with torch.inference_mode(False), torch.enable_grad():
             x = _usable(x)
-            outputs, uses = self._forward(x)
+            outputs, uses, _ = self._record(x, grad=True) if self.layers else (self.outputs(x), [], {})
+            uses = [use for use in uses if (use.weight, use.bias) in self.layers]
+            self._check_rows(uses, num_rows(x), x)
+            if uses and not outputs.requires_grad:  # nothing that is random reaches the outputs
+                # a graph to walk back through, with gradients of zero
+                outputs = outputs + 0 * torch.stack([use.outputs.sum() for use in uses]).sum()
             with torch.no_grad():
                 columns = roots(outputs.detach())
                 inputs = self._inputs(uses, num_rows(x))
@@ -168,17 +173,6 @@ class Linearisation:
                 last = start + count >= len(columns)
                 parts = self._parts(x, outputs, uses, inputs, columns[start : start + count], last)
             yield outputs.detach(), parts
-
-    def _forward(self, x: Any) -> tuple[Tensor, list[Use]]:
-        if not self.layers:
-            return self.outputs(x), []
-        outputs, uses, _ = self._record(x, grad=True)
-        uses = [use for use in uses if (use.weight, use.bias) in self.layers]
-        self._check_rows(uses, num_rows(x), x)
-        if not outputs.requires_grad:  # nothing that is random reaches the outputs
-            # a graph to walk back through, with gradients of zero
-            outputs = outputs + 0 * torch.stack([use.outputs.sum() for use in uses]).sum()
-        return outputs, uses
 
     def _spots(self, uses: list[Use]) -> Iterator[tuple[Layer, list[tuple[int, tuple[int, str]]]]]:
         """Of each layer the numbers of its uses, and where the examples are in them."""

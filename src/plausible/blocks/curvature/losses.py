@@ -87,10 +87,13 @@ class OutputFisher(ABC):
     _order: Tensor | None = None
 
     def apply(self, vectors: Tensor) -> Tensor:
-        return self._apply(self._placed(vectors, "vectors")).reshape(vectors.shape)
-
-    def sketch(self, signs: Tensor) -> Tensor:
-        return self._sketch(self._placed(signs, "signs")).reshape(signs.shape)
+        if vectors.shape[1:] != self.shape:
+            raise ValueError(
+                f"vectors must have shape [V, *outputs.shape], here [V, {', '.join(map(str, self.shape))}], "
+                f"got {list(vectors.shape)}"
+            )
+        placed = vectors.reshape(len(vectors), self.shape[0], self.positions, -1)  # [V, B, P, C]
+        return self._apply(placed).reshape(vectors.shape)
 
     def summed(self, weight: Tensor | None = None) -> Tensor:
         if weight is not None and weight.shape != self.shape[:1]:
@@ -99,14 +102,6 @@ class OutputFisher(ABC):
 
     def blocks(self) -> Tensor:
         return _block_diagonal(self._blocks())
-
-    def _placed(self, vectors: Tensor, name: str) -> Tensor:
-        if vectors.shape[1:] != self.shape:
-            raise ValueError(
-                f"{name} must have shape [V, *outputs.shape], here [V, {', '.join(map(str, self.shape))}], "
-                f"got {list(vectors.shape)}"
-            )
-        return vectors.reshape(len(vectors), self.shape[0], self.positions, -1)  # [V, B, P, C]
 
     @abstractmethod
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
@@ -126,9 +121,6 @@ class OutputFisher(ABC):
 
     @abstractmethod
     def _apply(self, vectors: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _sketch(self, signs: Tensor) -> Tensor: ...
 
     @abstractmethod
     def _summed(self, weight: Tensor | None) -> Tensor:
@@ -161,9 +153,6 @@ class Elementwise(OutputFisher):
 
     def _apply(self, vectors: Tensor) -> Tensor:
         return self._values[..., None] * vectors
-
-    def _sketch(self, signs: Tensor) -> Tensor:
-        return self._values.sqrt()[..., None] * signs
 
     def _summed(self, weight: Tensor | None) -> Tensor:
         return (self._values.sum(0) if weight is None else weight.to(self._values) @ self._values)[:, None, None]
@@ -230,10 +219,6 @@ class Softmax(OutputFisher):
         scaled = self._p * vectors
         return scaled - self._p * scaled.sum(-1, keepdim=True)
 
-    def _sketch(self, signs: Tensor) -> Tensor:
-        scaled = self._p.sqrt() * signs
-        return scaled - self._p * scaled.sum(-1, keepdim=True)
-
     def _summed(self, weight: Tensor | None) -> Tensor:
         p = self._p.movedim(1, 0)  # [P, B, C]
         # on one side: Σ w ppᵀ
@@ -274,9 +259,6 @@ class Dense(OutputFisher):
     def _apply(self, vectors: Tensor) -> Tensor:
         return torch.einsum("bpij,vbpj->vbpi", self._matrices, vectors)
 
-    def _sketch(self, signs: Tensor) -> Tensor:
-        return torch.einsum("bpij,vbpj->vbpi", self._root, signs)
-
     def _summed(self, weight: Tensor | None) -> Tensor:
         f = self._matrices
         return f.sum(0) if weight is None else torch.einsum("b,bpij->pij", weight.to(f), f)
@@ -311,18 +293,6 @@ def root(
     K is n for elementwise likelihoods (1 for one output), and positions·(C − 1) for Categorical, whose F has rank C − 1.
     """
     return output_fisher(likelihood, outputs, noise, mask, targets).root(columns)
-
-
-def num_roots(likelihood: Likelihood, outputs: Tensor, noise: Noise = None, *, targets: Maybe = None) -> int:
-    """K, the number of columns that `root` gives for such outputs."""
-    return output_fisher(likelihood, outputs[:1], noise, None, None if targets is None else targets[:1]).num_roots
-
-
-def sketch(
-    likelihood: Likelihood, outputs: Tensor, signs: Tensor, noise: Noise = None, mask: Maybe = None, *, targets: Maybe = None
-) -> Tensor:
-    """R_b ξ_b for ξ = `signs` [V, B, *O], R_bR_bᵀ = F_b: where ξ is noise of unit covariance, E[R_bξ_b(R_bξ_b)ᵀ] = F_b."""
-    return output_fisher(likelihood, outputs, noise, mask, targets).sketch(signs)
 
 
 def apply(

@@ -238,13 +238,13 @@ class Backward:
         return tree.stack([dict(zip(point, _gradients(slope, leaves, list(v.values())))) for v in _each_of(vectors)])
 
 
+# in the order in which they are tried: what PyTorch has no rule for in one is done by the next
 WAYS: tuple[Forward | Backward, ...] = (
     Forward(batched=True, plain=False),
     Forward(batched=True, plain=True),
     Forward(batched=False, plain=True),
     Backward(),
 )
-"""In the order in which they are tried: what PyTorch has no rule for in one is done by the next."""
 
 
 def _each_of(vectors: Weights) -> list[Weights]:

@@ -68,7 +68,10 @@ class _Composed(nn.Module):
 
 
 def _module(features: int, transforms: int, hidden: int, kind: str, context: int) -> _Composed:
-    zuko = _zuko()
+    try:
+        import zuko
+    except ImportError as error:
+        raise ImportError(f"flows need zuko ({error}): pip install 'plausible[flows]'") from error
     settings: dict[str, Any] = {"hidden_features": (hidden, hidden), "context": context}
     if kind == "realnvp":
         settings["passes"] = 2
@@ -86,14 +89,6 @@ def _module(features: int, transforms: int, hidden: int, kind: str, context: int
             # coefficients of zero are the identity in every kind of map
             nn.init.zeros_(parameter)
     return _Composed(steps)
-
-
-def _zuko() -> Any:
-    try:
-        import zuko
-    except ImportError as error:
-        raise ImportError(f"flows need zuko ({error}): pip install 'plausible[flows]'") from error
-    return zuko
 
 
 def flow_bytes(features: int, transforms: int, hidden: int, kind: str, held: int, context: int = 0) -> int:

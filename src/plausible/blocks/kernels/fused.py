@@ -188,6 +188,7 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+# value `a` and slope, from what came in, `z`
 ACTIVATIONS = {
     "tanh": ("e = tl.exp(-2.0 * tl.abs(z)); t = (1.0 - e) / (1.0 + e); a = tl.where(z < 0.0, -t, t)", "1.0 - a * a"),
     "relu": ("a = tl.maximum(z, 0.0)", "tl.where(z > 0.0, 1.0, 0.0)"),
@@ -208,7 +209,6 @@ ACTIVATIONS = {
         "s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)",
     ),
 }
-"""Value `a` and slope, from what came in, `z`."""
 
 
 @dataclass(frozen=True)

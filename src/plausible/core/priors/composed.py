@@ -47,8 +47,7 @@ class Patterns(Prior):
         return self.rules[self._index(name)][1].rule(name)
 
     def _index(self, name: str) -> int:
-        patterns = tuple(pattern for pattern, _ in self.rules)
-        return _first_match(name, patterns)
+        return _first_match(name, tuple(pattern for pattern, _ in self.rules))
 
     @property
     def proper(self) -> bool:
@@ -175,9 +174,7 @@ _first_match._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fan_in(name: str, weight: Tensor) -> int:
-    if weight.ndim < 2 or name.startswith("likelihood."):
-        return 1
-    return max(math.prod(weight.shape[1:]), 1)
+    return 1 if weight.ndim < 2 or name.startswith("likelihood.") else max(math.prod(weight.shape[1:]), 1)
 
 
 def _hint(value: Any) -> str:

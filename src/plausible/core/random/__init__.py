@@ -79,7 +79,8 @@ def uniform(key: Tensor, counter: Tensor | int, like: Tensor | Mapping[str, Tens
 
     On the CPU each number is an odd multiple of 2⁻²⁴. For one key and counter it is independent of what `normal` draws.
     """
-    return _noise(_UNIFORM, _open_uniform, key, counter, like)
+    native = lambda shape, dtype, device: torch.rand(shape, dtype=dtype, device=device).clamp_min(torch.finfo(dtype).tiny)  # noqa: E731
+    return _noise(_UNIFORM, native, key, counter, like)
 
 
 def _noise(draw: Any, native: Callable[..., Tensor], key: Tensor, counter: Tensor | int, like: Any) -> Any:
@@ -113,10 +114,6 @@ def _noise_list(
             noise = noise.clamp(max=1 - torch.finfo(tensor.dtype).eps / 2)
         numbers.append(noise)
     return numbers
-
-
-def _open_uniform(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.rand(shape, dtype=dtype, device=device).clamp_min(torch.finfo(dtype).tiny)
 
 
 @contextlib.contextmanager
