@@ -56,6 +56,7 @@ def retract(curvature: Tensor, target: Tensor, rate: float) -> Tensor:
     The square adds about ½·rate·Var[target]/s to the stationary value: of the order of 1 − β₂.
     """
     u = rate * (target - curvature) / curvature
+    # = s((1 + u)² + 1)/2 ≥ s/2
     return curvature * (1 + u + 0.5 * u * u)
 
 
@@ -95,6 +96,7 @@ def descend(
     momentum = beta1 * momentum + (1 - beta1) * gradient.to(momentum.dtype)
     # before the mean moves: the step is scaled by what is known now
     curvature = positive(curvature, estimate.to(curvature.dtype) + decay, 1 - beta2)
+    # half-precision means would lose small steps
     here = mean.to(curvature.dtype)
     move = (momentum / correction + decay * (here - centre)) / (curvature + damping)
     # no operation at all for the default

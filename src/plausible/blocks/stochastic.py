@@ -68,6 +68,7 @@ class Noise:
         """
         if samples < 1:
             raise ValueError(f"samples: got {samples}, expected at least 1")
+        # of an odd number the middle one has no partner
         first = samples - samples // 2 if antithetic else samples
         keys = [random.fold(key, i) if i and key.device.type == "cpu" else key for i in range(first)]
         noises = [cls(each, counter, antithetic=antithetic, record=record) for each in keys]
@@ -190,6 +191,7 @@ def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], esti
         raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")
     if estimator == "weights":
         return dict.fromkeys(means, estimator)
+    # in the place of noise, so that the survey runs the same code as training
     count = _Survey()
     with torch.enable_grad():  # for `_Survey.count`
         detached = {name: mean.detach() for name, mean in means.items()}
@@ -289,6 +291,7 @@ Gaussian.interceptor = _Noisy()
 def _per_example(x: Tensor, func: Any) -> list[int]:
     """The shape of signs for each example and channel; the first axis counts examples, where the channels are not the first."""
     spatial = AXES[func]
+    # one sign for each example and channel, shared by places: a weight acts at all of them
     shape = [1] * x.dim()
     shape[-1 - spatial] = x.shape[-1 - spatial]
     if x.dim() > spatial + 1:

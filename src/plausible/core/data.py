@@ -72,6 +72,7 @@ class Order:
         if (member, epoch) not in self._cache:
             # a batch may reach back into the epoch before, never further
             self._cache = {k: v for k, v in self._cache.items() if k[1] >= epoch - 1}
+            # a pure function of these numbers, so that a resumed run sees the same rows
             stream = generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
             self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
         return self._cache[member, epoch]
@@ -173,6 +174,7 @@ class StreamData:
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
     def rows(self, index: Tensor) -> Batch:
+        # data sets are made for Python integers
         items = [self.source[int(i)] for i in index]
         try:
             return self.convert(default_collate(items))
@@ -248,6 +250,7 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     known, certain = _length(data)
     if known is None and num_data is None:
         raise ValueError("data has no known length: pass num_data=, the number of examples in one pass")
+    # a sampler or an iterable may well have another length than it says
     if certain and num_data not in (None, known):
         raise ValueError(f"num_data={num_data} contradicts the length {known} of the data set")
     total = known if num_data is None else num_data

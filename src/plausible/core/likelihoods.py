@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions
 
-from plausible.core import distributions as own
+from plausible.core import distributions as densities
 from plausible.core.serialise import register
 from plausible.core.transforms import transformed
 
@@ -79,6 +79,7 @@ class Likelihood(ABC):
 
     def _refuse_broadcasting(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets must be the trailing axes of [..., N, *]: static shapes only, free of cost in a compiled step."""
+        # [N] against [N, 1] would broadcast to [N, N] and train on nonsense
         expected = self.target_shape(outputs.shape)
         if targets.ndim > len(expected) or expected[len(expected) - targets.ndim :] != tuple(targets.shape):
             raise _shape_error(type(self).__name__, outputs.shape, expected, tuple(targets.shape))
@@ -124,7 +125,7 @@ class Categorical(Likelihood):
 @register
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
-    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its own.
+    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its densities.
 
     Outputs are logits [..., N] or [..., N, L] (several labels at once); targets have the same shape and are 0 or 1
     (boolean, integer or float).
@@ -148,9 +149,9 @@ class _Located(Likelihood):
 
     def _scale(self, outputs: Tensor, weights: Mapping[str, Tensor] | None, log: bool = False) -> Tensor:
         if isinstance(self.scale, str):
-            log_scale = own.aligned(LOG_SCALE, outputs, weights, own_axes=int(self.scale == "per-output"))
+            log_scale = densities.aligned(LOG_SCALE, outputs, weights, own_axes=int(self.scale == "per-output"))
             return log_scale if log else log_scale.exp()
-        scale = own.constant("scale", self.scale, outputs, outputs.shape)
+        scale = densities.constant("scale", self.scale, outputs, outputs.shape)
         return scale.log() if log else scale
 
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
@@ -179,12 +180,14 @@ class Gaussian(_Located):
 
     def log_prob(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         self._refuse_broadcasting(outputs, targets)
+        # by the logarithm: a learned scale is held as one, and exp then log would lose digits
         log_scale = self._scale(outputs, weights, log=True)
         z = (targets.to(outputs.dtype) - outputs) * torch.exp(-0.5 * math.log(2) - log_scale)  # z² is half the square
         return (-0.5 * math.log(2 * math.pi) - log_scale) - z * z
 
     def total(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         log_scale = (weights or {}).get(LOG_SCALE) if self.scale == "learned" else None
+        # one σ for all targets: it can be taken out of the sum
         one = isinstance(self.scale, float) or (log_scale is not None and log_scale.ndim == 0)
         if not one or outputs.shape != targets.shape:
             return super().total(outputs, targets, weights)
@@ -217,8 +220,9 @@ class StudentT(_Located):
         object.__setattr__(self, "df", _positive("df", self.df))
         _Located.__post_init__(self)
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.StudentT:
-        return own.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.StudentT:
+        # filled on the device: a copy from the host could not be captured in a CUDA graph
+        return densities.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
 
 
 class MeanAndNoise(Likelihood):
@@ -262,8 +266,8 @@ class Poisson(Likelihood):
 
     kind: ClassVar[str] = "counts"
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.Poisson:  # noqa: ARG002
-        return own.Poisson(outputs)
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.Poisson:  # noqa: ARG002
+        return densities.Poisson(outputs)
 
 
 @register
@@ -284,10 +288,10 @@ class NegativeBinomial(Likelihood):
             _positive("dispersion", self.dispersion)
         _set_noise(self, "dispersion", ("learned",))
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.NegativeBinomial:
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.NegativeBinomial:
         if self.dispersion == "learned":
-            return own.NegativeBinomial(outputs, own.aligned(LOG_DISPERSION, outputs, weights, own_axes=0))
-        return own.NegativeBinomial(outputs, outputs.new_full((), math.log(self.dispersion)))
+            return densities.NegativeBinomial(outputs, densities.aligned(LOG_DISPERSION, outputs, weights, own_axes=0))
+        return densities.NegativeBinomial(outputs, outputs.new_full((), math.log(self.dispersion)))
 
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:  # noqa: ARG002
         start = torch.full((), math.log(self.initial), dtype=dtype, device=device)
@@ -314,10 +318,10 @@ class Scaled(Likelihood):
         object.__setattr__(self, "loc", _numbers("loc", self.loc, math.isfinite, "finite"))
         object.__setattr__(self, "scale", _numbers("scale", self.scale, lambda v: v != 0, "finite and nonzero"))
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.Affine:
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.Affine:
         base = self.likelihood(outputs, weights)
-        loc, scale = (own.constant(n, getattr(self, n), outputs, base.batch_shape) for n in ("loc", "scale"))
-        return own.Affine(base, loc, scale)
+        loc, scale = (densities.constant(n, getattr(self, n), outputs, base.batch_shape) for n in ("loc", "scale"))
+        return densities.Affine(base, loc, scale)
 
     def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
         return self.likelihood.target_shape(outputs_shape)
@@ -362,6 +366,7 @@ def _set_noise(likelihood: Any, name: str, words: tuple[str, ...]) -> None:
             raise ValueError(f"{name} must be positive numbers or {' or '.join(map(repr, words))}, got {value!r}")
     else:
         object.__setattr__(likelihood, name, _numbers(name, value, lambda v: v > 0, "positive and finite"))
+        # a start that nothing starts from is a mistake, not a setting
         if likelihood.initial != 1.0:
             raise ValueError(f"initial={likelihood.initial} starts a learned {name}, but {name}={value!r} is fixed")
     object.__setattr__(likelihood, "initial", _positive("initial", likelihood.initial))
@@ -389,6 +394,7 @@ def _typed(name: str, kind: str, targets: Tensor) -> Tensor:
 def _check_values(kind: str, targets: Tensor, outputs_shape: Sequence[int]) -> None:
     def refuse(bad: Tensor, rule: str, fix: str) -> None:
         if bool(bad.any()):
+            # the first culprit is named: in a large table nobody finds it otherwise
             where = bad.nonzero()[0].tolist()
             raise ValueError(
                 f"{rule}, got {targets[tuple(where)].item():.7g} at index {where} ({int(bad.sum())} such values): {fix}"
@@ -414,6 +420,7 @@ def _shape_error(name: str, outputs: Sequence[int], expected: tuple[int, ...], g
         fix = "they would broadcast; pass y.unsqueeze(-1), the same as y[:, None]"
     elif got[:-1] == expected and got[-1] == 1:
         fix = "they would broadcast; pass y.squeeze(-1)"
+    # from the likeliest mistake to the least
     elif got and expected and got[0] != expected[0]:
         fix = f"there are {expected[0]} inputs and {got[0]} targets; pass one target for each input"
     elif name == "Categorical" and len(outputs) > 2 and got == (outputs[0], *outputs[2:]):

@@ -56,6 +56,7 @@ class Optimiser(ABC):
         `l2` adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one: the gradient of a
         centred Gaussian prior for free, where autograd would spend several passes over the weights.
         """
+        # on a GPU the question whether members agree would wait for the device
         if vmapped() and state.step.device.type == "cpu":
             return stacked_call(lambda *call: self._members(l2, *call), weights, dict(grads), state, lr)
         if transformed():
@@ -111,6 +112,7 @@ class AdamW(Optimiser):
 
     def _pure(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: float) -> tuple[Weights, AdamState]:
         step = state.step + 1
+        # computed once: the compiler would repeat them for every weight
         correction1, correction2 = _one_minus_power(self.beta1, step), _one_minus_power(self.beta2, step)
         rate, shrink, keep = hold(lr / correction1), hold(correction2.rsqrt()), 1 - lr * self.weight_decay
         new: Weights = {}
@@ -248,6 +250,7 @@ def _zeros(weights: Named) -> Weights:
 def _zero_step(weights: Named) -> Tensor:
     if not weights:
         raise ValueError("an optimiser needs at least one weight, got an empty mapping")
+    # float32 whatever the weights are: bfloat16 cannot count beyond 256
     return torch.zeros((), dtype=torch.float32, device=next(iter(weights.values())).device)
 
 

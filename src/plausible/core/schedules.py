@@ -119,6 +119,7 @@ class Steps(Schedule):
 
     def __post_init__(self) -> None:
         check_number(self, "value", "factor", above=0)
+        # files give lists, users one number
         given = self.milestones if isinstance(self.milestones, list | tuple) else (self.milestones,)
         for milestone in given:
             if isinstance(milestone, bool) or not isinstance(milestone, numbers.Real) or not 0 < milestone < 1:
@@ -156,10 +157,12 @@ class Polynomial(Schedule):
             raise ValueError(f"Polynomial.between needs 0 < end < start, got start={start!r}, end={end!r}")
         if total < 1:
             raise ValueError(f"Polynomial.between: total must be at least 1, got {total!r}")
+        # from a·b^(−γ) = start and a·(b + T)^(−γ) = end; expm1 keeps digits where the two are close
         b = total / math.expm1(math.log(start / end) / gamma)
         return cls(a=start * b**gamma, b=b, gamma=gamma)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:  # noqa: ARG002
+        # a·(b + t)^(−γ) = start·e^(−γ log(1 + t/b)): exact at t = 0
         start = self.a * self.b**-self.gamma
         return start * torch.exp(-self.gamma * torch.log1p(step.float() / self.b))
 
@@ -189,6 +192,7 @@ class Cyclical(Schedule):
 def rate(value: float | Schedule, step: Tensor, total: int) -> Tensor:
     """The value at `step`: a number stands for itself. A 0-d float32 tensor on the device of `step`."""
     if isinstance(value, Schedule):
+        # computed once in a compiled step, not for every weight that it multiplies
         return hold(value.__call__(step, total))
     if isinstance(value, Tensor):  # stacked settings
         return value.to(torch.float32)

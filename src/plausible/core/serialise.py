@@ -56,6 +56,7 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
         return lambda decorated: register(decorated, name=name)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"register expects a dataclass, got {cls!r}; put @register above @dataclass(frozen=True)")
+    # such a field could not be told from the mark of a type
     taken = sorted(_RESERVED & {field.name for field in dataclasses.fields(cls)})
     if taken:
         raise ValueError(f"{cls.__qualname__}: the field name {taken[0]!r} is reserved, it marks types in the file")
@@ -88,6 +89,7 @@ def encode(value: Any, *, strict: bool = True) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        # JSON has no infinity, and Python's extension of it is read by nobody else
         return float(value) if math.isfinite(value) else {"type": "float", "value": repr(float(value))}
     if isinstance(value, torch.Tensor | np.ndarray):
         if math.prod(value.shape) <= LARGEST_TENSOR:
@@ -154,6 +156,7 @@ def _decode(data: Any) -> Any:
             raise ValueError(f"a stored float is 'inf', '-inf' or 'nan', got {dict(data)!r}")
         return float(data["value"])
     if isinstance(kind, str) and kind not in _classes:  # perhaps a method whose file was not needed so far
+        # only now: most files need no method that is not loaded yet
         for discover in discoveries:
             discover()
     if not isinstance(kind, str) or kind not in _classes:

@@ -71,6 +71,7 @@ def read_tensors(path: Path, sha256: str) -> Weights:
         raise ValueError(f"{path} is missing: the folder is incomplete") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    # a truncated file would be an error anyway, an altered one a wrong posterior
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
@@ -161,6 +162,7 @@ class MemoryDraws(DrawStore):
         return _length(self.stacked)
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        # all of them: no copy
         if list(rows) == list(range(len(self))):
             return {name: value.to(device) for name, value in self.stacked.items()}
         where = torch.as_tensor(list(rows), device=next(iter(self.stacked.values())).device)
@@ -280,6 +282,7 @@ class PrunedDraws(DrawStore):
             start += _length(shard)
 
     def _zeroed(self, stacked: Weights, rows: Sequence[int]) -> Weights:
+        # draws of chains alternate
         chain = torch.tensor([row % self.chains for row in rows])
         zeroed = dict(stacked)
         for name, mask in self.masks.items():
@@ -351,6 +354,7 @@ class DrawWriter:
 
     def back_to(self, mark: WriterMark) -> None:
         """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
+        # files stay on disk and are written over: nothing refers to them
         self.files, self.pending = self.files[: mark.shards], list(mark.pending)
 
     def store(self) -> DrawStore | None:

@@ -236,6 +236,7 @@ def squares(part: Part, total: Tensor | None = None) -> Tensor:
         keys = torch.where(part.columns >= 0, keys, -1).reshape(-1)
         unique, inverse = keys.unique(return_inverse=True)
         rows = part.rows.reshape(len(part.rows), batch * positions, out)
+        # a sum for each pair of example and row that occurs, and no others
         summed = rows.new_zeros(len(rows), len(unique), out).index_add_(1, inverse, rows)
         kept = unique >= 0
         total = rows.new_zeros(into, out) if total is None else total
@@ -267,6 +268,7 @@ class Curvature:
         return sum(block.chosen for block in self.blocks)
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        # determinants of millions of weights are compared to fractions of a nat
         return torch.stack([block.log_det(precision, scale).double() for block in self.blocks]).sum()
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
@@ -310,6 +312,7 @@ class Curvature:
             for record in entry["layers"]:  # JSON has no tuples
                 shapes = tuple(tuple(int(n) for n in shape) for shape in record["shapes"])
                 layers.append(Layer(**{**record, "names": tuple(record["names"]), "shapes": shapes}))
+            # names of weights have dots themselves
             stored = {k.partition(".")[2]: v for k, v in tensors.items() if k.partition(".")[0] == str(i)}
             blocks.append(KINDS[entry["kind"]].restored(layers, stored))
         return cls(blocks, structure)
@@ -343,6 +346,7 @@ def _joined(parts: Iterator[Weights]) -> Weights:
 
 def assigned(blocks: Sequence[Block], parts: Sequence[Part]) -> list[list[Part]]:
     """The parts that each block is about; a layer whose bias is in a block of its own is divided."""
+    # a prior that treats weight and bias apart has made two layers of one
     known = {part.layer.names: part for part in parts}
 
     def part_of(layer: Layer) -> Part:
@@ -351,6 +355,7 @@ def assigned(blocks: Sequence[Block], parts: Sequence[Part]) -> list[list[Part]]
         whole = next(part for part in parts if set(layer.names) <= set(part.layer.names))
         if layer.weighted:
             return Part(layer, whole.columns[..., :-1], whole.rows)
+        # a bias has one group, whatever its weight has
         rows = whole.rows.flatten(3).unsqueeze(3)
         return Part(layer, rows.new_ones(*rows.shape[1:4], 1), rows)
 

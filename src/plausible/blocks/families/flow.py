@@ -35,6 +35,7 @@ class FlowMap:
         if made not in _MADE:  # masks are made once: compiled and stacked steps cannot make any
             with torch.random.fork_rng(devices=[]):
                 _MADE[made] = _module(*self.settings).to(like.device, like.dtype).requires_grad_(False)
+            # sweeps build many sizes, and masks are quadratic in them
             while len(_MADE) > KEPT:
                 _MADE.pop(next(iter(_MADE)))
         self.module = _MADE[made]
@@ -42,6 +43,7 @@ class FlowMap:
 
     def start(self, key: Tensor) -> Weights:
         """Parameters of the identity: the first layers of the networks at random by the key, the last ones zero."""
+        # the two words of a key are a seed of 64 bits
         high, low = key.tolist()
         first = next(self.module.parameters())
         with torch.random.fork_rng(devices=[]):
@@ -191,6 +193,7 @@ class MultiplicativeFamily(Family):
                 factors, change = self.flows[name](part(theta, "flow."), theta["centre"] + spread * zeta)
                 mean, plain = self._times(name, mean, factors), mean
                 terms.append(standard_log_density(zeta) - spread.log().sum() - change)
+            # the reparameterisation in one operation
             drawn[name] = torch.addcmul(mean, scale, noise[name])
             if name in self.axes:
                 terms.append(-self._log_inverse(name, theta, plain / scale, drawn[name] / scale, factors))
@@ -199,6 +202,7 @@ class MultiplicativeFamily(Family):
     def _log_inverse(self, name: str, theta: Weights, white_mean: Tensor, white: Tensor, factors: Tensor) -> Tensor:
         """Log r(z | w), of μ/σ and w/σ."""
         rest = [axis for axis in range(white.ndim) if axis != self.axes[name]]
+        # what all weights of a unit say together of its factor
         precision = white_mean.square().sum(rest)
         product = (white_mean * white).sum(rest)
         before = F.softplus(theta["inverse spread"]).reciprocal().square()

@@ -40,6 +40,7 @@ class FullRankFamily(FlatFamily):
     def log_density(self, parameters: Weights, weights: Weights) -> Tensor:
         residual = (self.vector(weights) - parameters["mean"])[:, None]
         factor = positive_lower(parameters["factor"])
+        # a triangular solve: no inverse, and the determinant is on the diagonal
         white = torch.linalg.solve_triangular(factor, residual, upper=False)
         return standard_log_density(white) - factor.diagonal().log().sum()
 
@@ -112,6 +113,7 @@ class LowRankFamily(FlatFamily):
     def log_density(self, parameters: Weights, weights: Weights) -> Tensor:
         diagonal, ratio, inner = self._small(parameters)
         white = (self.vector(weights) - parameters["mean"]) / diagonal
+        # Woodbury: an R × R problem in the place of P × P
         along = torch.linalg.solve_triangular(inner, (ratio.T @ white)[:, None], upper=False)
         quadratic = white.square().sum() - along.square().sum()
         logs = diagonal.log().sum() + inner.diagonal().log().sum()
@@ -152,6 +154,7 @@ class MatrixNormalFamily(Family):
                 theta[f"rho of {name}"] = inverse_softplus(torch.full_like(weight, scale))
                 continue
             for side, count in zip(("rows", "columns"), shape):
+                # both sides multiply: a root of the scale for each
                 diagonal = weight.new_full((count,), math.sqrt(scale))
                 theta[f"{side} of {name}"] = raw_lower(torch.diag(diagonal)) if self.full else inverse_softplus(diagonal)
         return theta
@@ -219,6 +222,7 @@ class MatrixNormalFamily(Family):
             if shape is None:
                 slopes[name] = -white / F.softplus(held[f"rho of {name}"])
                 continue
+            # θ is held: the gradient flows through the draw alone
             rows, columns = self.factors(held, name)
             slope = white.reshape(shape)
             if self.full:

@@ -84,6 +84,7 @@ class RankOneFamily(Family):
                 mean, scale = self._factor(parameters, f"{side} of {name}")
                 entropy = scale.log().sum() + HALF_LOG_2PIE * scale.numel()
                 terms.append(-entropy - self.prior.expectation("", mean, scale) / temperature)
+        # KL of a mixture is at most the mean KL of its parts: the bound stays one
         return Closed(torch.stack(terms).sum() / self.components, False, ())
 
     def log_prior_of_points(self, prior: Prior, parameters: Weights) -> Tensor:
@@ -92,6 +93,7 @@ class RankOneFamily(Family):
         value = prior.log_prob(shared)
         for k in range(self.components) if self.repeated else ():
             points = {name: parameters[f"point of {name}"][k] for name in self.repeated}
+            # each component is one of K equally likely draws
             value = value + prior.log_prob(points) / self.components
         return value
 

@@ -66,7 +66,9 @@ class FusedDensity(ModelDensity):
         inputs[:count, : first.inputs] = batch.x
         # the bias as the weight of one more input
         inputs[:, first.inputs : first.inputs + (first.bias is not None)] = 1.0
+        # class numbers too: they are read back as integers
         targets = batch.y.reshape(count, -1).float()
+        # rows that fill the last tile have weight 0
         behind = self.tiles * rows - count
         self.tensors = (
             inputs,
@@ -114,6 +116,7 @@ class FusedDensity(ModelDensity):
             launch = {"KEEP": keep, "num_warps": self.way.warps, "num_stages": 1}
             numbers = (self.tiles, count, scale, total)
             self.kernel[(chains,)](*start, *law, *self.tensors, *numbers, *ended, value, **launch)
+        # [chains, 1, P] against paths [chains, steps, P]
         if precision.ndim > 1 and keep:
             precision = precision.unsqueeze(1)
         likelihood = (value + self._constant(ended[0])) * scale
@@ -149,6 +152,7 @@ def pays(rows: int, held: int, weights: int, chains: int) -> bool:
     On an H200 a leapfrog takes 57 ps for each example and padded weight, in programs of which 264 run at once, against 42 µs
     and 1.4 ps for each example, weight and chain.
     """
+    # programs beyond those that run at once wait for their turn
     return 57e-12 * rows * held * max(1.0, chains / 264) < 42e-6 + 1.4e-12 * rows * weights * chains
 
 

@@ -61,6 +61,7 @@ def expected_log_prob(likelihood: Likelihood, f: Moments, y: Tensor, noise: Mapp
     if isinstance(likelihood, likelihoods.MeanAndNoise):
         return _heteroscedastic(likelihood, f, y)
     if isinstance(likelihood, likelihoods.Poisson):
+        # the mean of a log-normal
         rate = torch.exp(f.mean + 0.5 * f.variance)
         return y * f.mean - rate - torch.lgamma(y.to(f.mean.dtype) + 1)
     if isinstance(likelihood, likelihoods.Categorical):
@@ -111,6 +112,7 @@ def _power(likelihood: likelihoods.Gaussian, like: Tensor, noise: Mapping[str, W
         return constant("scale", likelihood.scale, like, like.shape) ** power
     log_scale = noise[LOG_SCALE]
     spread = 0 if log_scale.variance is None else log_scale.variance
+    # log-normal moments of any power
     return torch.exp(power * log_scale.mean + 0.5 * power**2 * spread)
 
 
@@ -135,6 +137,7 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, y: Tensor) -> Tensor:
     spread, raw_spread = f.variance.chunk(2, -1)
     crossed = torch.zeros_like(mean)
     if f.covariance is not None and f.covariance.ndim > f.mean.ndim:
+        # a mean and its own scale; others do not meet in one target
         crossed = f.covariance[..., :count, count:].diagonal(dim1=-2, dim2=-1)
     target = y.to(mean.dtype)
     if isinstance(likelihood, LogVarianceGaussian):

@@ -68,6 +68,7 @@ def linear(x: Moments, weight: Weight, bias: Weight | None = None, *, full: bool
     mean = F.linear(x.mean, weight.mean, None if bias is None else bias.mean)
     fresh: Tensor | None = None
     if weight.variance is not None:
+        # E x² is all that a random weight sees of its input
         second = x.mean * x.mean if x.covariance is None else x.mean * x.mean + x.variance
         fresh = F.linear(second, weight.variance)
     if bias is not None and bias.variance is not None:
@@ -78,6 +79,7 @@ def linear(x: Moments, weight: Weight, bias: Weight | None = None, *, full: bool
         passed = F.linear(x.variance, weight.mean * weight.mean)
         return Moments(mean, passed if fresh is None else passed + fresh)
     if x.covariance.ndim == x.mean.ndim:
+        # W diag(v) Wᵀ without writing diag(v)
         rows = weight.mean * x.covariance.unsqueeze(-2)  # [N, D, D_in]
     else:
         rows = weight.mean @ x.covariance
@@ -211,6 +213,7 @@ def rectified(mean: Tensor, variance: Tensor, terms: int) -> Expansion:
     scale = root(variance)
     ratio = mean / scale
     density = torch.exp(-0.5 * ratio * ratio) * (1 / math.sqrt(2 * math.pi))
+    # erfc on both sides: 1 − Φ would lose the tail
     below, above = (0.5 * torch.special.erfc(sign * ratio * math.sqrt(0.5)) for sign in (-1.0, 1.0))  # Φ(r), Φ(−r)
     up, down = (ratio * below + density).clamp_min(0), (density - ratio * above).clamp_min(0)
     spread = variance * (below - up * down).clamp_min(0)
@@ -284,6 +287,7 @@ def activated(module: nn.Module, a: Moments, terms: int) -> Moments:
     # Horner's scheme in ρ
     for c in reversed(law.coefficients):
         series = (series + c.unsqueeze(-1) * c.unsqueeze(-2)) * correlation
+    # what the cut series lacks of the exact variance goes to the diagonal
     missing = law.variance - series.diagonal(dim1=-2, dim2=-1)
     return Moments(law.mean, series + torch.diag_embed(missing))
 
@@ -293,6 +297,7 @@ def activated_after_scale(module: nn.Module, a: Moments, scale: Weight, shift: W
 
     The product s·a is not Gaussian, but given s it is, and then the rule of the activation holds. Cost: `SCALE_NODES` times it.
     """
+    # given the scale the product is Gaussian again
     z, weight = (part.reshape(-1, *(1,) * a.mean.ndim) for part in nodes(a.mean, SCALE_NODES))
     s = scale.mean if scale.variance is None else scale.mean + root(scale.variance) * z  # [Q, 1, D]
     mean, variance = s * a.mean, s * s * a.variance

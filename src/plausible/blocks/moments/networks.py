@@ -34,6 +34,7 @@ def chain(network: nn.Module, who: str) -> tuple[Link, ...]:
     seen: dict[int, str] = {}
     for layer in layers:
         for name, weight in layer.module.named_parameters(recurse=False):
+            # a tied weight makes layers dependent, which moments layer by layer do not follow
             if id(weight) in seen:
                 raise ValueError(
                     f"{who}: {layer.prefix}{name} and {seen[id(weight)]} are one weight used twice, so that layers depend on each "
@@ -144,12 +145,14 @@ def _normalised(
     if train:
         count = x.mean.shape[0]
         running = centre, spread
+        # taken as certain: statistics of a batch hardly depend on one weight
         centre = x.mean.mean(0)
         spread = x.variance.mean(0) + (x.mean - centre).square().mean(0)
         if count < 2:
             raise ValueError(f"batch norm {layer.name!r} needs batches of at least 2 examples, got {count}")
         seen = network.buffer(layer, "num_batches_tracked") + 1
         rate = module.momentum if module.momentum is not None else 1 / seen.to(centre.dtype)
+        # PyTorch keeps the unbiased variance and normalises by the biased one
         unbiased = spread * (count / (count - 1))
         for name, old, new in zip(("running_mean", "running_var"), running, (centre, unbiased)):
             changed[layer.prefix + name] = old + rate * (new.detach() - old)

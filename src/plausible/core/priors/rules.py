@@ -113,6 +113,7 @@ class Rule(Prior):
                 f"cannot sample the weight {name!r} from {self!r}: this prior is improper, its density has no finite "
                 "integral; choose a proper one, e.g. Gaussian(scale=1.0), or give LogUniform both bounds"
             )
+        # half precision is drawn in float32 and rounded after
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         return self.variate((*draws, *like.shape), generator, dtype)
 
@@ -191,8 +192,10 @@ class Gaussian(Rule):
         if not weights:
             return torch.zeros(())
         values = tuple(weights.values())
+        # once for all weights, not once for each
         constant = sum(value.numel() for value in values) * (_log(self.scale) + 0.5 * LOG_2PI)
         moved = isinstance(self.loc, Tensor) or self.loc != 0
+        # the list kernels want one type, and no transform around them
         plain = moved or transformed() or any(value.dtype != values[0].dtype for value in values)
         if not plain:
             square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
@@ -234,6 +237,7 @@ class Laplace(Rule):
         return -size.sum() / self.scale - mean.numel() * _log(2 * self.scale)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        # log1p(−u): u may be 0, never 1
         size = -torch.log1p(-_uniform(shape, generator, dtype))
         return self.scale * size * _sign(shape, generator, dtype)
 
@@ -322,6 +326,7 @@ class Horseshoe(Rule):
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A normal variate times a half-Cauchy one, itself a ratio of normal variates."""
         first, second, third = (_normal(shape, generator, dtype) for _ in range(3))
+        # a ratio of normals is Cauchy
         return self.scale * first * (second / third.abs().clamp_min(torch.finfo(dtype).tiny)).abs()
 
 
@@ -378,6 +383,7 @@ class LogUniform(Rule):
             return -0.5 * torch.log(weight.square() + SOFTENING**2)
         size = weight.abs()
         inside = (size >= self.low) & (size <= self.high)
+        # clamped: the gradient outside would be that of log 0
         density = -torch.log(size.clamp(self.low, self.high)) - math.log(2 * math.log(self.high / self.low))
         return torch.where(inside, density, -math.inf)
 

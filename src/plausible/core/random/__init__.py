@@ -170,6 +170,7 @@ def _words(seed: int, path: Sequence[int]) -> tuple[int, int]:
     seed = _integer(seed, "seed")
     # neighbouring seeds get unrelated keys; any integer will do
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8, person=b"plausible").digest()
+    # little-endian on every machine: the same seed, the same bits
     words = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     for step in path:
         words = fold_words(*words, _signed(step, "path"))
