@@ -172,9 +172,9 @@ def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
         )
         return
     shaped = f.reshape(count // chains, chains, -1).transpose(0, 1)
-    effective = diagnostics.ess(diagnostics._split(shaped)).clamp(max=count)
+    effective = diagnostics.ess_mean(shaped).clamp(max=count)
     centred = (shaped - found) ** 2
-    effective_square = diagnostics.ess(diagnostics._split(centred)).clamp(max=count)
+    effective_square = diagnostics.ess_mean(centred).clamp(max=count)
     z = (found - expected_mean).abs() / (expected_variance / effective).sqrt()
     bias = (found - expected_mean).abs() / scale
     ok = (z < Z) | (bias < slack)

@@ -13,9 +13,7 @@ from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 from plausible import priors
 from plausible.blocks.families import Family
-from plausible.blocks.families.full_rank import FullRankFamily
-from plausible.blocks.families.low_rank import LowRankFamily
-from plausible.blocks.families.matrix_normal import MatrixNormalFamily
+from plausible.blocks.families.gaussian import FullRankFamily, LowRankFamily, MatrixNormalFamily
 from plausible.blocks.families.radial import RadialFamily
 from plausible.blocks.families.rank_one import RankOneFamily
 from plausible.core import random

@@ -28,8 +28,7 @@ from plausible.blocks.moments import (
     rectified,
     scaled,
 )
-from plausible.blocks.moments.activations import activated_after_scale
-from plausible.blocks.moments.quadrature import along
+from plausible.blocks.moments.gaussians import activated_after_scale, along
 from plausible.core.likelihoods import LOG_SCALE
 
 DRAWS = 40_000

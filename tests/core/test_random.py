@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from plausible.core import random
-from plausible.core.random import kernels, operators
+from plausible.core.random import threefry as noise
 from plausible.core.random.threefry import threefry, threefry_lanes, threefry_rows
 
 KNOWN = [  # key, counter, words: published with the generator (Random123)
@@ -100,7 +100,7 @@ def test_fold_batched_mapped_and_on_other_devices_equals_the_loop():
     assert torch.equal(random.fold(keys, members + 10), twice)
     assert torch.equal(torch.func.vmap(random.fold)(keys, members + 10), twice)
     assert torch.equal(torch.func.vmap(lambda k: random.fold(k, 7))(keys), random.fold(keys, 7))
-    tensors = torch.stack(operators.fold_words(keys[:, 0], keys[:, 1], members + 10), -1)  # what a GPU computes
+    tensors = torch.stack(noise.fold_words(keys[:, 0], keys[:, 1], members + 10), -1)  # what a GPU computes
     assert torch.equal(tensors, twice)
 
 
@@ -175,12 +175,12 @@ def test_extreme_words_give_finite_numbers():
     x0 = np.array([[0, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]], np.uint32)
     x1 = np.array([[0, 0, 0x80000000, 0x40000000]], np.uint32)
     out = np.empty((1, 2, 4), np.float32)
-    kernels._normal_numpy(x0.copy(), x1.copy(), np.empty_like(x0), out)
+    noise._normal_numpy(x0.copy(), x1.copy(), np.empty_like(x0), out)
     largest = math.sqrt(2 * 32 * math.log(2))  # 6.66 standard deviations
     np.testing.assert_allclose(out[0, :, 0], [largest, 0], rtol=1e-6)
     np.testing.assert_allclose(out[0, :, 2], [-largest, 0], atol=1e-6)
     assert np.all(out[0, :, [1, 3]] == 0)
-    kernels._uniform_numpy(x0.copy(), x1.copy(), np.empty_like(x0), out)
+    noise._uniform_numpy(x0.copy(), x1.copy(), np.empty_like(x0), out)
     np.testing.assert_array_equal(out[0, 0], [2.0**-24, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 1 - 2.0**-24])
 
 
@@ -208,13 +208,13 @@ def test_a_longer_draw_begins_with_the_shorter_one():
 @pytest.mark.parametrize("n", [1, 300, 3000, 20_000])
 def test_order_of_asking_and_what_was_made_ahead_change_no_bit(n):
     keys = [random.key(0), random.key(1)]
-    operators._streams.clear()
+    noise._streams.clear()
     expected = {}
     for counter in reversed(range(30)):  # backwards: nothing is made ahead
         for which, key in enumerate(keys):
             expected[which, counter] = draw(key, counter, n)
     asked = [*range(30), *range(28), 3, 4, 4, 5, 29, 0, *range(0, 30, 2)]
-    operators._streams.clear()
+    noise._streams.clear()
     for counter in asked:
         for which, key in enumerate(keys):
             found = draw(key, counter, n)
@@ -229,16 +229,16 @@ def test_order_of_asking_and_what_was_made_ahead_change_no_bit(n):
 
 def test_making_ahead_is_bounded_and_saves_passes(monkeypatch):
     passes = []
-    fill = operators.fill
-    monkeypatch.setattr(operators, "fill", lambda kind, rows: passes.append(rows.shape[1]) or fill(kind, rows))
-    operators._streams.clear()
+    fill = noise.fill
+    monkeypatch.setattr(noise, "fill", lambda kind, rows: passes.append(rows.shape[1]) or fill(kind, rows))
+    noise._streams.clear()
     for counter in range(100):
         draw(random.key(0), counter, 3000)
     assert len(passes) <= 12
-    assert max(passes) * 256 <= operators._AHEAD
+    assert max(passes) * 256 <= noise._AHEAD
     for seed in range(200):
         draw(random.key(seed), 0, 10)
-    assert len(operators._streams) <= operators._STREAMS
+    assert len(noise._streams) <= noise._STREAMS
 
 
 def test_threads_get_the_same_bits():
@@ -373,11 +373,11 @@ def test_compiled_kernel_equals_numpy():
     with torch.enable_grad():
         assert_backends_agree(random.normal, 5000)
     assert torch._dynamo.utils.counters["frames"]["ok"] <= compilations + 1
-    assert not kernels._broken
+    assert not noise._broken
     # a compiled step looks the choice up when it runs
     seen = []
-    original = kernels._fill_compiled
-    kernels._fill_compiled = lambda *a: seen.append(1) or original(*a)
+    original = noise._fill_compiled
+    noise._fill_compiled = lambda *a: seen.append(1) or original(*a)
     try:
         compiled = torch.compile(lambda k, c: 2 * random.normal(k, c, torch.empty(40_000)), fullgraph=True)
         key, counter = random.key(0), torch.tensor(1)
@@ -387,7 +387,7 @@ def test_compiled_kernel_equals_numpy():
             torch.testing.assert_close(compiled(key, counter), plain, rtol=1e-6, atol=1e-6)
         assert seen
     finally:
-        kernels._fill_compiled = original
+        noise._fill_compiled = original
 
 
 @pytest.mark.compile
@@ -396,15 +396,15 @@ def test_compiled_kernel_equals_numpy():
 def test_compiled_uniforms_equal_numpy():
     for n in (1, 300, 100_000):
         assert_backends_agree(random.uniform, n)
-    assert not kernels._broken
+    assert not noise._broken
 
 
 def test_a_failing_kernel_is_said_and_replaced(monkeypatch):
     def no_compiler(*_arguments):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(kernels, "_broken", False)
-    monkeypatch.setattr(kernels, "_kernel", lambda _kind: no_compiler)
+    monkeypatch.setattr(noise, "_broken", False)
+    monkeypatch.setattr(noise, "_kernel", lambda _kind: no_compiler)
     expected = draw(random.key(0), 0, 50_000)
     with random.use_compiled(True):
         with pytest.warns(RuntimeWarning, match="no compiler here"):

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import plausible as pl
 from plausible.core import memory, storage
-from plausible.core.data import Batch, Order, as_data
-from plausible.core.passes import accumulate
+from plausible.core.data import Batch, Order, accumulate, as_data
 from plausible.core.weights import Weights, clone
 from plausible.engine import loop
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits

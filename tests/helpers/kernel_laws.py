@@ -108,7 +108,7 @@ def require_moments(position: Tensor, law: Law, slack: float = 0.0) -> None:
     """Means and variances of draws `[draws, chains, P]` within `Z` Monte Carlo standard errors, by effective sample sizes."""
     chains = position.transpose(0, 1)
     for values, expected in ((chains, law.mean), ((chains - law.mean).square(), law.variance)):
-        effective = diagnostics.ess(diagnostics._split(values))
+        effective = diagnostics.ess_mean(values)
         assert float(effective.min()) > 100, f"too few effective draws to say anything: {effective.tolist()}"
         error = values.flatten(0, 1).std(0) / effective.sqrt()
         z = (values.mean((0, 1)) - expected).abs() / (error + slack * expected.abs() / Z)

@@ -15,8 +15,8 @@ import plausible as pl
 from plausible import priors
 from plausible.blocks.families import Drawn, Family
 from plausible.blocks.families.base import raw_lower, standard_log_density
-from plausible.blocks.families.low_rank import LowRankFamily
-from plausible.blocks.families.optimum import maximise
+from plausible.blocks.families.gaussian import LowRankFamily
+from plausible.blocks.variational import maximise
 from plausible.core import memory, random
 from plausible.core.data import Batch, as_data
 from plausible.core.schedules import Cosine, Linear

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
 import plausible as pl
-from plausible.blocks.families.flow import KINDS, FlowFamily, FlowMap
-from plausible.blocks.families.multiplicative import MultiplicativeFamily
+from plausible.blocks.families.flow import KINDS, FlowFamily, FlowMap, MultiplicativeFamily
 from plausible.core import random
 from plausible.core.schedules import Cosine
 from plausible.core.weights import Weights, flatten

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def input_range(data: Data) -> Tensor:
-    """The largest less the smallest value of each input over one pass of the data; in the shape of one example."""
     low, high = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     for batch in data.chunks(1024):
         if not isinstance(batch.x, Tensor) or not batch.x.is_floating_point():
@@ -45,6 +44,7 @@ def with_neighbours(
 
     def loss(inputs: dict[str, Tensor], *rest: Any) -> tuple[Tensor, tuple[()]]:
         w, part, buffered = rest
+        # running statistics must not see this pass
         moving = {name: b.clone() for name, b in buffered.items()}
         return -model.log_likelihood({**w, **moving}, part._replace(x=inputs["x"]), train=train).sum(), ()
 

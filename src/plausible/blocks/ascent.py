@@ -14,21 +14,15 @@ from plausible.blocks.curvature.structures import Curvature, flat, flat_precisio
 from plausible.core.special import widest
 from plausible.core.weights import Weights
 
-Joint = Callable[[Weights], tuple[Tensor, Weights]]
-"""Weights → the log joint and its gradient."""
-Flat = Callable[[Tensor], tuple[float, Tensor]]
-"""A vector → a loss and its gradient."""
+Joint = Callable[[Weights], tuple[Tensor, Weights]]  # weights → the log joint and its gradient
+Flat = Callable[[Tensor], tuple[float, Tensor]]  # a vector → a loss and its gradient
+# weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood
 At = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
-"""Weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood."""
 
-LIMIT = 2000
-"""Weights up to which factorising the curvature at every step is worth it."""
-SETTLED = 1e-6
-"""Mean squared distance to the mode, in posterior standard deviations, at which climbing ends."""
-STILL = 1e-9
-"""Change of the loss, or of every coordinate, below which L-BFGS ends."""
-FLAT = 1e-8
-"""Largest slope at which L-BFGS ends."""
+LIMIT = 2000  # weights up to which factorising the curvature at every step is worth it
+SETTLED = 1e-6  # mean squared distance to the mode, in posterior standard deviations, at which climbing ends
+STILL = 1e-9  # change of the loss, or of every coordinate, below which L-BFGS ends
+FLAT = 1e-8  # largest slope at which L-BFGS ends
 
 
 class Descent(NamedTuple):
@@ -55,9 +49,8 @@ def begin_descent(place: Tensor, function: Flat, memory: int) -> Descent:
     history = torch.zeros(memory, place.numel(), dtype=place.dtype, device=place.device)
     here = torch.tensor(loss, dtype=torch.float64)
     over = torch.tensor(not float(gradient.abs().max()) > FLAT)  # NaN too
-    return Descent(
-        place.clone(), here, gradient, place.clone(), here.clone(), history, history.clone(), number, number + 1, over
-    )
+    start = (place.clone(), here, gradient, place.clone(), here.clone())
+    return Descent(*start, history, history.clone(), number, number + 1, over)
 
 
 def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
@@ -75,6 +68,7 @@ def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
         lowest.append((value, start + length * ray))
         return value, gradient
 
+    # without curvature the gradient says nothing of a length; with it the Newton step of 1 is right
     length = min(1.0, 1.0 / float(at.gradient.abs().sum())) if first else 1.0
     left = max(1, evaluations - int(at.evaluations))
     loss, gradient, length, used = _strong_wolfe(
@@ -89,24 +83,11 @@ def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
         steps[-1], changes[-1] = step, change
         count = (count + 1).clamp(max=len(steps))
     done = int(at.evaluations) + int(used)
-    over = (
-        done >= evaluations
-        or not float(gradient.abs().max()) > FLAT
-        or float(step.abs().max()) <= STILL
-        or abs(float(loss) - float(at.loss)) < STILL
-    )
-    return Descent(
-        at.place + step,
-        torch.tensor(float(loss), dtype=torch.float64),
-        gradient.clone(),
-        best.clone(),
-        torch.tensor(best_loss, dtype=torch.float64),
-        steps,
-        changes,
-        count,
-        torch.tensor(done),
-        torch.tensor(over),
-    )
+    still = float(step.abs().max()) <= STILL or abs(float(loss) - float(at.loss)) < STILL
+    over = torch.tensor(done >= evaluations or still or not float(gradient.abs().max()) > FLAT)
+    here, lowest_loss = (torch.tensor(float(value), dtype=torch.float64) for value in (loss, best_loss))
+    place = (at.place + step, here, gradient.clone(), best.clone(), lowest_loss)
+    return Descent(*place, steps, changes, count, torch.tensor(done), over)
 
 
 def _direction(at: Descent) -> Tensor:
@@ -116,13 +97,12 @@ def _direction(at: Descent) -> Tensor:
 
     The two loops of the textbook say the same in some hundred small operations, which cost more than a gradient of a small network.
     """
-    count = int(at.filled)
-    wide = widest(at.gradient.device)  # double precision, where there is one: R is badly conditioned along a valley
-    gradient = at.gradient.to(wide)
-    if not count:
+    if not (count := int(at.filled)):
         return at.gradient.neg()
-    steps, changes = at.steps[-count:].to(wide), at.changes[-count:].to(wide)
+    wide = widest(at.gradient.device)  # double precision, where there is one: R is badly conditioned along a valley
+    gradient, steps, changes = (part.to(wide) for part in (at.gradient, at.steps[-count:], at.changes[-count:]))
     cross, inner = steps @ changes.T, changes @ changes.T
+    # γ of the last pair scales the initial Hessian (Shanno & Phua 1978)
     ratio = cross[-1, -1] / inner[-1, -1]
     upper = cross.triu()
     u = torch.linalg.solve_triangular(upper, (steps @ gradient).unsqueeze(1), upper=True)
@@ -134,8 +114,6 @@ def _direction(at: Descent) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Gauss-Newton
-
-
 class Climb(NamedTuple):
     """Where the climb stands: weights, the log joint and its gradient there, the damping and how fast it grows."""
 
@@ -172,13 +150,13 @@ def climb(at: Climb, curved: At, joint: Joint) -> Climb:
             damping=torch.full_like(at.damping, damping), growth=2 * at.growth, over=torch.tensor(damping > 1e12)
         )
     decrement = sum(float((step[name] * at.slope[name]).sum()) for name in step)
+    # Nielsen's cubic: smooth in the gain ratio, where Marquardt's factor jumps
     damping *= max(1 / 5, 1 - (2 * min(gain / max(expected, 1e-300), 1.0) - 1) ** 3)
     over = torch.tensor(decrement < SETTLED * curvature.size)
     return Climb(moved, reached, slope, torch.full_like(at.damping, damping), torch.full_like(at.growth, 2.0), over)
 
 
 def climbs(size: int) -> bool:
-    """Whether so many weights are few enough."""
     return size <= LIMIT
 
 
@@ -193,6 +171,7 @@ def _solved(
         assert block.matrix is not None
         right = flat(block.layers, {name: slope[name][None] for name in block.names}).double()[0]
         matrix = (scale * block.matrix + torch.diag(flat_precision(block.layers, precision))).double()
+        # in units of each weight's own curvature: steps do not depend on how weights are scaled
         extra = damping * matrix.diagonal().clamp(min=1e-12)
         step = torch.linalg.solve(matrix + torch.diag(extra), right)
         expected += float(0.5 * (step * (right + extra * step)).sum())

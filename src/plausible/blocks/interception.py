@@ -1,15 +1,14 @@
 """What a network does with its weights, seen from outside, whatever the classes of its modules.
 
 An `Interceptor` is called in place of PyTorch's functions. It says which tensors are weights (`name`); calls that use one are
-handed to the method for their operation, each of which runs the call as any `other` unless a descendant says better. So one place
-knows what a linear layer, a norm or a recurrent net looks like from outside; laws of noise, records of Jacobians and masks of
-dropout are descendants of it. Calls come in through two doors:
+handed to the method for their operation, each of which runs the call as any `other` unless a descendant says better: laws of
+noise, records of Jacobians and masks of dropout are descendants. Calls come in through two doors:
 
     Watched   a tensor in the place of a weight, which reports what is done with it; all other calls run as fast as ever
     Watch     a mode under which every call is seen, also those without a weight (`dropout`, `plain`)
 
-Both work in eager mode, under `torch.func` and in `torch.compile(fullgraph=True)`. What calls no function of PyTorch that can be
-overridden (a custom `torch.autograd.Function`, a scripted function) is not seen.
+Both work in eager mode, under `torch.func` and in `torch.compile(fullgraph=True)`. What calls no function of PyTorch that can
+be overridden (a custom `torch.autograd.Function`, a scripted function) is not seen.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+# operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels
 AXES = {
     F.linear: 0,
     torch.conv1d: 1,
@@ -33,7 +33,6 @@ AXES = {
     torch.conv_transpose2d: 2,
     torch.conv_transpose3d: 3,
 }
-"""Operations (input, weight, bias, …) that are linear in weight and bias → number of axes behind the channels."""
 
 _METHODS: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear,),
@@ -45,40 +44,16 @@ _METHODS: dict[str, tuple[Any, ...]] = {
     "recurrent": (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     "dropout": (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
 }
+# functions → the method of an `Interceptor` that gets their calls
 OPERATIONS = {function: method for method, functions in _METHODS.items() for function in functions}
-"""Functions → the method of an `Interceptor` that gets their calls."""
 
-METADATA = {
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "names",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-    ),
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__"),
-    *(
-        "is_cuda",
-        "is_cpu",
-        "is_mps",
-        "is_meta",
-        "is_xpu",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_quantized",
-        "is_mkldnn",
-        "is_nested",
-    ),
-    *("is_complex", "is_floating_point", "is_signed", "is_conj", "is_neg", "is_inference", "is_contiguous"),
-}
-"""What may be asked of a weight without using its value."""
+_QUESTIONS = """
+shape dtype device layout ndim names itemsize nbytes requires_grad is_leaf grad grad_fn
+size dim ndimension numel nelement stride storage_offset element_size get_device __len__
+is_cuda is_cpu is_mps is_meta is_xpu is_sparse is_sparse_csr is_quantized is_mkldnn is_nested
+is_complex is_floating_point is_signed is_conj is_neg is_inference is_contiguous
+"""
+METADATA = set(_QUESTIONS.split())  # what may be asked of a weight without using its value
 
 
 class Interceptor:
@@ -97,11 +72,13 @@ class Interceptor:
     def intercept(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool = False) -> Any:
         """The result of a call; `known` says that it uses a weight."""
         method = OPERATIONS.get(function)
+        # dropout has no weight, and is still wanted
         if method != "dropout" and not (known or self.uses(args) or self.uses(tuple(kwargs.values()))):
             return self.plain(function, args, kwargs)
         if method is not None:
             return getattr(self, method)(function, *args, **kwargs)
-        asked = asked_of(function)
+        asked = getattr(function, "__name__", "")
+        asked = function.__self__.__name__ if asked == "__get__" else asked  # the getter of an attribute
         if asked in self.metadata:
             return self.ask(asked, function, args, kwargs)
         return self.other(function, *args, **kwargs)
@@ -134,15 +111,7 @@ class Interceptor:
     linear = convolution = transposed = embedding = norm = attention = recurrent = dropout = other
 
 
-def asked_of(function: Any) -> str:
-    """The name of a method or of an attribute."""
-    name = getattr(function, "__name__", "")
-    return function.__self__.__name__ if name == "__get__" else name
-
-
-@functools.cache
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.cache(inspect.signature)
 
 
 def arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,19 @@
 
     q(w) = N(m, σ²),   σ² = 1/(λ s),   s = h + δ
 
-λ is the effective number of examples (N over the temperature), h the curvature of the mean loss per example, δ the precision of the
-prior over N. The natural gradients of the evidence bound with respect to mean and precision give (Khan & Rue 2023, "The Bayesian
-learning rule")
+λ is the effective number of examples (N over the temperature), h the curvature of the mean loss per example, δ the precision of
+the prior over N. The natural gradients of the evidence bound with respect to mean and precision give (Khan & Rue 2023, "The
+Bayesian learning rule")
 
     g ← β₁ g + (1 − β₁) ĝ
     s ← s · ρ(u),   u = (1 − β₂)(ĥ + δ − s)/s
     m ← m − lr · (g/(1 − β₁ᵗ) + δ (m − centre)) / (s + damping)
 
 with ĝ the gradient of the mean loss at w = m + σε and ĥ an estimate of its second derivative there. IVON (Shen et al. 2024,
-"Variational learning is effective for large deep networks") takes ĥ = ĝ ε/σ and ρ(u) = 1 + u + ½u², which is h ← β₂h + (1 − β₂)ĥ +
-½(1 − β₂)²(h − ĥ)²/(h + δ). VOGN (Khan et al. 2018, "Fast and scalable Bayesian deep learning by weight-perturbation in Adam")
-takes a Gauss-Newton estimate and ρ(u) = 1 + u. The sum s is what is kept, not h: it is multiplied by a number of at least ½, so
-that it stays positive in floating point too.
+"Variational learning is effective for large deep networks") takes ĥ = ĝ ε/σ and ρ(u) = 1 + u + ½u², which is h ← β₂h + (1 −
+β₂)ĥ + ½(1 − β₂)²(h − ĥ)²/(h + δ). VOGN (Khan et al. 2018, "Fast and scalable Bayesian deep learning by weight-perturbation in
+Adam") takes a Gauss-Newton estimate and ρ(u) = 1 + u. The sum s is what is kept, not h: it is multiplied by a number of at
+least ½, so that it stays positive in floating point too.
 
 Everything here is elementwise, of any shape, and runs in `torch.func`, `torch.compile` and CUDA graphs. Mean, gradient and
 curvature of one weight may differ in type; the arithmetic is that of the curvature, which `wide` makes float32 at least.
@@ -31,8 +31,6 @@ from torch import Tensor
 
 from plausible.core.priors import FanIn, Flat, Gaussian, Prior
 from plausible.core.priors.composed import _fan_in
-
-__all__ = ["Quadratic", "bias_correction", "blend", "descend", "deviation", "price", "quadratic", "retract", "wide"]
 
 Positive = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -58,6 +56,7 @@ def retract(curvature: Tensor, target: Tensor, rate: float) -> Tensor:
     The square adds about ½·rate·Var[target]/s to the stationary value: of the order of 1 − β₂.
     """
     u = rate * (target - curvature) / curvature
+    # = s((1 + u)² + 1)/2 ≥ s/2
     return curvature * (1 + u + 0.5 * u * u)
 
 
@@ -95,9 +94,12 @@ def descend(
     `correction` is 1 − β₁ᵗ with this step counted. `clip_radius` bounds each element of the Newton step before the rate.
     """
     momentum = beta1 * momentum + (1 - beta1) * gradient.to(momentum.dtype)
+    # before the mean moves: the step is scaled by what is known now
     curvature = positive(curvature, estimate.to(curvature.dtype) + decay, 1 - beta2)
+    # half-precision means would lose small steps
     here = mean.to(curvature.dtype)
     move = (momentum / correction + decay * (here - centre)) / (curvature + damping)
+    # no operation at all for the default
     if clip_radius < math.inf:
         move = move.clamp(-clip_radius, clip_radius)
     return (here - lr * move).to(mean.dtype), momentum, curvature

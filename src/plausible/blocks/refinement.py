@@ -23,8 +23,8 @@ from plausible.core.model import Model
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, index, num_elements, stack
 
+# weights → log p(w, D), its gradient, and the network's buffers afterwards. The value is 0-d, or [S] for S stacked draws
 Slope = Callable[[Weights], tuple[Tensor, Weights, Weights]]
-"""Weights → log p(w, D), its gradient, and the network's buffers afterwards. The value is 0-d, or [S] for S stacked draws."""
 
 
 class Trajectory(NamedTuple):
@@ -46,12 +46,13 @@ def refine(
 
         W = p(w_T, D) Π_t N(r'_t) / (q₀(w_0) Π_t N(r_t)),   E W = p(D),   E log W ≤ log p(D),
 
-    since (w_0, r_1 … r_T) ↦ (w_T, r'_1 … r'_T) keeps volumes (Salimans, Kingma & Welling 2015). With one leapfrog step N(r'_t) is
-    the density of the reverse Langevin kernel. Stacked draws have a leading axis in `weights` and `momenta`. Cost:
-    1 + T·`leapfrog` gradients.
+    since (w_0, r_1 … r_T) ↦ (w_T, r'_1 … r'_T) keeps volumes (Salimans, Kingma & Welling 2015). With one leapfrog step N(r'_t)
+    is the density of the reverse Langevin kernel. Stacked draws have a leading axis in `weights` and `momenta`. Cost: 1 +
+    T·`leapfrog` gradients.
     """
     value, grads, buffers = slope(weights)
     ratio = torch.zeros_like(value)
+    # in units of the guess: one step size serves weights of all scales
     moves = {name: step_size * scale for name, scale in scales.items()}
     ends = []
     for start in momenta:
@@ -79,8 +80,6 @@ def _squares(weights: Mapping[str, Tensor], like: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Slopes
-
-
 def slope_in_training(model: Model, points: Weights, buffers: Weights, batch: Batch) -> Slope:
     """The slope of one draw inside an objective: its gradient can be differentiated once more.
 
@@ -97,66 +96,55 @@ def slope_in_training(model: Model, points: Weights, buffers: Weights, batch: Ba
             grads, (value, moving) = torch.func.grad_and_value(joint, has_aux=True)(weights)
             return value, grads, moving
         value, moving = joint(weights)
-        found = torch.autograd.grad(value, list(weights.values()), create_graph=True, materialize_grads=True)
-        return value, dict(zip(weights, found)), moving
+        grads = torch.autograd.grad(value, list(weights.values()), create_graph=True, materialize_grads=True)
+        return value, dict(zip(weights, grads)), moving
 
     return slope
 
 
-def slope_of_draws(model: Model, fixed: Weights, batches: Callable[[], Iterable[Batch]], *, own: bool = False) -> Slope:
+def slope_of_draws(model: Model, fixed: Weights, batches: Callable[[], Iterable[Batch]], *, each: bool = False) -> Slope:
     """The slope of stacked draws, the network in evaluation mode: values [S] in float64.
 
-    `batches()` are the parts of the data, whose log-likelihoods are added up; with `own`, one batch with a leading axis that has
-    for each draw rows of its own, scaled by N/B. Draws run one by one where vmap has no rule for the network.
+    `batches()` are the parts of the data, whose log-likelihoods are added up; with `each`, one batch with a leading axis that
+    has for each draw rows of its own, scaled by N/B. Draws run one by one where vmap has no rule for the network.
     """
 
     def likelihood(weights: Weights, batch: Batch) -> tuple[Tensor, tuple[()]]:
         everything = {**weights, **fixed}
-        if own:
+        if each:
             return model.scaled_log_likelihood(everything, batch), ()
-        each = model.log_likelihood(everything, batch)
-        return (each if batch.weight is None else each * batch.weight).sum(), ()
+        logs = model.log_likelihood(everything, batch)
+        return (logs if batch.weight is None else logs * batch.weight).sum(), ()
 
     def prior(weights: Weights) -> tuple[Tensor, tuple[()]]:
         return model.log_prior({**weights, **fixed}), ()
 
-    def add(total: Any, function: Any, weights: Weights, *batch: Batch) -> Any:
-        axes = [Batch(*(None if part is None else 0 for part in b)) if own else None for b in batch]  # type: ignore[arg-type]
-        value, _, grads = _over_draws(function, weights, axes, batch)
-        value = value.double()
-        return (value, grads) if total is None else (total[0] + value, {n: g + total[1][n] for n, g in grads.items()})
+    def over_draws(function: Any, weights: Weights, *batch: Batch) -> tuple[Tensor, Weights]:
+        axes = [Batch(*(None if part is None else 0 for part in b)) if each else None for b in batch]  # type: ignore[arg-type]
+        one = lambda w, *b: value_and_gradient(function, w, *b)  # noqa: E731
+        try:
+            value, _, grads = torch.func.vmap(one, in_dims=(0, *axes), randomness="different")(weights, *batch)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError):
+            rows = lambda s: (index(b, s) if each else b for b in batch)  # noqa: E731
+            count = len(next(iter(weights.values())))
+            value, _, grads = stack([one(index(weights, s), *rows(s)) for s in range(count)])
+        return value.double(), grads
 
     def slope(weights: Weights) -> tuple[Tensor, Weights, Weights]:
-        total = add(None, prior, weights)
+        value, grads = over_draws(prior, weights)
         for batch in batches():
-            total = add(total, likelihood, weights, batch)
-        value, grads = total
+            more, slopes = over_draws(likelihood, weights, batch)
+            value, grads = value + more, {name: g + grads[name] for name, g in slopes.items()}
         return value / model.temperature, {name: g / model.temperature for name, g in grads.items()}, {}
 
     return slope
 
 
-def _over_draws(function: Any, weights: Weights, axes: list[Any], batch: Sequence[Batch]) -> Any:
-    one = lambda w, *b: value_and_gradient(function, w, *b)  # noqa: E731
-    try:
-        return torch.func.vmap(one, in_dims=(0, *axes), randomness="different")(weights, *batch)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError):
-        count = len(next(iter(weights.values())))
-        return stack(
-            [
-                one(index(weights, s), *(b if axis is None else index(b, s) for b, axis in zip(batch, axes)))
-                for s in range(count)
-            ]
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Draws
-
-COPIES = 4
-"""How many times more memory an example takes with its gradients and momenta than in a forward pass."""
+COPIES = 4  # how many times more memory an example takes with its gradients and momenta than in a forward pass
 
 
 class Guess(NamedTuple):
@@ -181,9 +169,9 @@ class Slopes:
         self.taken = 0
 
     def group(self, draws: int, elements: int) -> int:
-        """How many draws to refine at once: one where a loader cuts the batches."""
         if not self.whole and isinstance(self.data, StreamData):
             return 1
+        # on all data, chunks bound the memory of rows, so that only the weights count here
         rows = 1 if self.whole or self.size is None else self.size
         return min(draws, at_once(elements, rows, copies=COPIES))
 
@@ -196,12 +184,13 @@ class Slopes:
             batch = self.data.rows(rows.to(self.data.batch.y.device))
         else:
             batch = tree.tree_map(lambda part: part.unsqueeze(0), self._next())
-        return slope_of_draws(self.model, self.fixed, lambda: [batch], own=True)
+        return slope_of_draws(self.model, self.fixed, lambda: [batch], each=True)
 
     def _next(self) -> Batch:
         assert isinstance(self.data, StreamData)
         batch = next(self._stream, None)
         if batch is None:
+            # the loader is through: begin another pass
             self._stream = self.data.passes()
             batch = next(self._stream)
         self.taken += 1
@@ -229,10 +218,8 @@ def refined_group(
     stream = random.generator(seed, 13, number)
 
     def normals() -> Weights:
-        return {
-            name: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)
-            for name, mean in guess.means.items()
-        }
+        noise = lambda mean: torch.randn((count, *mean.shape), generator=stream, dtype=mean.dtype).to(mean.device)  # noqa: E731
+        return {name: noise(mean) for name, mean in guess.means.items()}
 
     with random.isolated(seed + number, first.device):  # for networks that draw numbers themselves, and for loaders
         slopes.wind(number * (1 + further))
@@ -246,10 +233,9 @@ def refined_group(
             end = refine(slopes(count, stream), current, guess.scales, [normals()], step_size, guess.leapfrog)
             level = torch.rand(count, generator=stream, dtype=torch.float64).log().to(value.device)
             accept = level < end.value + end.ratio - value  # min{1, exp(H − H')}: a draw that is not finite stays
+            # densities on batches are noisy: a test with them would not be Metropolis's
             accept = accept if slopes.whole else torch.ones_like(accept)
             value = torch.where(accept, end.value, value)
-            current = {
-                name: torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
-                for name, old in current.items()
-            }
+            for name, old in current.items():
+                current[name] = torch.where(accept.reshape(-1, *[1] * (old.ndim - 1)), end.weights[name], old)
     return current, log_weights.double()

@@ -1,15 +1,16 @@
-"""Pieces of variational objectives: entropies, expectations under the prior, weights of the KL term."""
+"""Pieces of variational objectives: entropies, expectations under the prior, weights of the KL term, exact optima."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from plausible.core.priors import Prior
 from plausible.core.schedules import Schedule, rate
+from plausible.core.weights import Weights, clone
 
 HALF_LOG_2PIE = 0.5 * math.log(2 * math.pi * math.e)
 
@@ -41,6 +42,7 @@ def blundell(step: Tensor, batches: int) -> Tensor:
     Blundell et al. (2015), eq. 9: the first batches feel the prior, the later ones the data. Finite for any M.
     """
     i = (step % batches + 1).to(torch.float32)
+    # both powers of 2 over 2^M: neither overflows
     return torch.exp2(-i) * (batches / (1.0 - 2.0**-batches))
 
 
@@ -55,4 +57,23 @@ def kl_weight(kind: str | float | Schedule, step: Tensor, steps: int, batches: i
 
 def inverse_softplus(value: Tensor) -> Tensor:
     """ρ with log(1 + e^ρ) = value, also for small and large values."""
+    # log(e^v − 1), which overflows for large v, written without e^v
     return value + torch.log(-torch.expm1(-value))
+
+
+def maximise(objective: Callable[[Weights], Tensor], start: Weights, steps: int = 500) -> Weights:
+    """The θ near `start` at which objective(θ), smooth and deterministic, is highest: L-BFGS in float64."""
+    theta = {name: value.double().requires_grad_() for name, value in clone(start).items()}
+    search = torch.optim.LBFGS(
+        list(theta.values()), max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        search.zero_grad()
+        value = -objective(theta)
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        search.step(evaluate)  # type: ignore[arg-type]
+    return clone(theta)

@@ -22,9 +22,9 @@ class LoRA(nn.Module):
     """y = W x + b + (α/r)·B (A x): a linear layer with frozen W and b, and A `[r, in]`, B `[out, r]` to be learned.
 
     Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models. B starts at 0, so that the network starts as it was; A
-    starts as a linear layer does. In code W and b are `base`, A is `down`, B is `up`. Cost beyond the layer: r·(in + out) products
-    an input. `weight` and `bias` are those of the plain layer that computes the same, for modules that read them from outside,
-    such as `nn.MultiheadAttention`.
+    starts as a linear layer does. In code W and b are `base`, A is `down`, B is `up`. Cost beyond the layer: r·(in + out)
+    products an input. `weight` and `bias` are those of the plain layer that computes the same, for modules that read them from
+    outside, such as `nn.MultiheadAttention`.
     """
 
     def __init__(self, base: nn.Linear, rank: int = 4, alpha: float | None = None):
@@ -48,7 +48,6 @@ class LoRA(nn.Module):
         nn.init.zeros_(self.up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, in] → […, out]."""
         return self.base(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
 
     @property
@@ -72,21 +71,14 @@ def lora(
         adapted = pl.adapters.lora(pretrained, rank=4, where="*attention*", train="head.*")
         posterior = pl.fit(adapted, data, pl.Laplace(structure="kron"))
 
-    Args:
-        network: any module; never changed.
-        rank: r, columns of B and rows of A.
-        where: which `nn.Linear` layers, by the names of `network.named_modules()`: a shell-style pattern or several, a predicate of
-            the name, or None for all of them.
-        alpha: BA is scaled by alpha/rank; None is alpha = rank.
-        train: parameters that are learned beside the adapters, by the names of `network.named_parameters()`: often a new head.
-        seed: of the first values of A.
-
-    All other parameters get `requires_grad=False`. The projections of queries, keys and values in `nn.MultiheadAttention` are one
-    bare parameter and no linear layer: they stay frozen.
-
+    `where` chooses `nn.Linear` layers by the names of `network.named_modules()`: a shell-style pattern or several, a predicate of
+    the name, or None for all of them. BA is scaled by alpha/rank (None: by 1). `train` names parameters that are learned beside the
+    adapters, often a new head; all others get `requires_grad=False`. `seed` is that of the first values of A. The projections of
+    queries, keys and values in `nn.MultiheadAttention` are one bare parameter and no linear layer: they stay frozen.
     """
     check_network(network)
     copied = copy.deepcopy(network).requires_grad_(False)
+    # adapted layers stay as they are: no adapter of an adapter
     inside = {id(module.base) for module in copied.modules() if isinstance(module, LoRA)}
     layers = {
         name: module for name, module in copied.named_modules() if isinstance(module, nn.Linear) and id(module) not in inside
@@ -94,6 +86,7 @@ def lora(
     chosen = _chosen(tuple(layers), where, "where", "linear layer")
     parameters = tuple(name for name, _ in copied.named_parameters())
     learned = _chosen(parameters, () if train is None else train, "train", "parameter")
+    # nn.init draws from PyTorch's global generator
     with random.isolated(seed):
         made = {id(layers[name]): LoRA(layers[name], rank, alpha) for name in chosen}
     for name in learned:
@@ -108,6 +101,7 @@ def merged(network: nn.Module) -> nn.Module:
     made: dict[int, nn.Module] = {}
     for module in copied.modules():
         if isinstance(module, LoRA):
+            # a subclass of nn.Linear keeps its class and its hooks
             plain = copy.copy(module.base)
             plain._parameters = {**module.base._parameters, "weight": nn.Parameter(module.weight.detach(), False)}
             made[id(module)] = plain
@@ -117,14 +111,13 @@ def merged(network: nn.Module) -> nn.Module:
 
 
 def _chosen(names: Sequence[str], patterns: Layers, argument: str, what: str) -> list[str]:
-    """The names that match, in order; each pattern must match one."""
     if patterns is None:
         patterns = "*"
     if callable(patterns):
-        found = [name for name in names if patterns(name)]
-        if not found:
+        chosen = [name for name in names if patterns(name)]
+        if not chosen:
             raise ValueError(f"{argument} chooses no {what}; there are: {', '.join(names) or 'none'}")
-        return found
+        return chosen
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in listed:
         if not isinstance(pattern, str):

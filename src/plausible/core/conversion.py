@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def is_frame(value: Any) -> bool:
-    """Whether this is a data frame, of pandas or polars."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
@@ -36,10 +35,13 @@ def as_tensor(value: Any, name: str) -> Tensor:
         array = _from_objects(array, name, value)
     if array.dtype.kind not in "biufc":
         raise _not_numeric(name, str(array.dtype), value)
+    # to the next type that torch has
     wide = {"u": np.int64, "f": np.float64, "c": np.complex128}.get(array.dtype.kind)
     if wide is not None and array.dtype not in (np.uint8, np.float16, np.float32, np.complex64):
         array = array.astype(wide, copy=False)  # torch knows no long double and little of unsigned integers
+    # files of other machines: torch knows the native order of bytes alone
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    # torch shares memory with writable arrays of positive strides only
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
     return torch.as_tensor(array)
@@ -77,6 +79,7 @@ def _is_leaf(value: Any) -> bool:
     if not isinstance(value, list):
         return not isinstance(value, (tuple, dict))
     first: Any = value
+    # [[1, 2], [3, 4]] is one array, [tensor, tensor] are two inputs
     while isinstance(first, (list, tuple)) and first:
         first = first[0]
     return not isinstance(first, (Tensor, np.ndarray, Mapping)) and not hasattr(first, "to_numpy")
@@ -112,32 +115,23 @@ def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: s
 def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The tensor in the module's type; finite numbers that this type cannot hold are refused."""
     narrow = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool(
-        (torch.isfinite(tensor) & ~torch.isfinite(narrow)).any()
-    ):
-        raise ValueError(
-            f"{name} holds {float(tensor[torch.isfinite(tensor)].abs().max()):.3g}, which is too large for {dtype}: rescale it, or "
-            "use a network in float64"
-        )
+    smaller = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if smaller and bool((torch.isfinite(tensor) & ~torch.isfinite(narrow)).any()):
+        largest = float(tensor[torch.isfinite(tensor)].abs().max())
+        raise ValueError(f"{name} holds {largest:.3g}, which is too large for {dtype}: rescale it, or use a network in float64")
     return narrow
 
 
 def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None:
     if bool(torch.isfinite(tensor.sum())):  # a NaN or an infinity would be in the sum: nothing to look for
         return
-    bad = ~torch.isfinite(tensor)
-    if mask is not None:
-        bad &= mask
-    if bool(bad.any()):
+    bad = ~torch.isfinite(tensor) if mask is None else ~torch.isfinite(tensor) & mask
+    if count := int(bad.sum()):
         first = tuple(int(i) for i in bad.nonzero()[0])
         kind = "a NaN" if bool(torch.isnan(tensor[first])) else "an infinity"
-        count = int(bad.sum())
-        fix = (
-            "remove or impute those rows, or pass mask= (True where a target was observed, or mask='nan')"
-            if name == "y"
-            else "remove or impute those rows"
-        )
-        raise ValueError(f"{name} contains {count} non-finite value{'s' * (count > 1)}, the first {kind} at {first}; {fix}")
+        hint = ", or pass mask= (True where a target was observed, or mask='nan')" if name == "y" else ""
+        what = f"{count} non-finite value{'s' * (count > 1)}, the first {kind} at {first}"
+        raise ValueError(f"{name} contains {what}; remove or impute those rows{hint}")
 
 
 def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -166,12 +160,12 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if target.is_floating_point():
         _check_finite(target, "y", observed)
     if observed is not None:
+        # densities are computed everywhere and masked after: NaN · 0 would be NaN
         target = torch.where(observed, target, torch.zeros_like(target))
     return target, observed
 
 
 def as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
-    """One finite weight of at least 0 for each example."""
     tensor = as_tensor(weight, "weights").to(dtype)
     if tensor.shape != (count,):
         raise ValueError(f"example weights must have shape ({count},), one per example, got {tuple(tensor.shape)}")

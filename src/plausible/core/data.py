@@ -8,10 +8,9 @@ pure function of the seed, so that a resumed run sees what an uninterrupted one 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +31,8 @@ from torch.utils.data import (
 
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.core.random import generator, permutation
-from plausible.core.weights import tree_map
-
-log = logging.getLogger("plausible")
+from plausible.core.weights import tensors, tree_map
+from plausible.core.words import log
 
 
 class Batch(NamedTuple):
@@ -47,30 +45,19 @@ class Batch(NamedTuple):
 
 
 def num_rows(x: Any) -> int:
-    """Length of the leading axis of a tree of inputs."""
-    if isinstance(x, Tensor):
-        return x.shape[0]
-    return len(pytree.tree_leaves(x)[0])
+    return x.shape[0] if isinstance(x, Tensor) else len(pytree.tree_leaves(x)[0])
 
 
 def take(x: Any, rows: Any) -> Any:
-    """Select rows of every leaf of a tree of inputs."""
-    if isinstance(x, Tensor):
-        return x[rows]
-    return tree_map(lambda leaf: leaf[rows], x)
+    return x[rows] if isinstance(x, Tensor) else tree_map(lambda leaf: leaf[rows], x)
 
 
 def select_rows(batch: Batch, rows: Any) -> Batch:
-    """Select rows of every part of a batch."""
-    weight = None if batch.weight is None else batch.weight[rows]
-    mask = None if batch.mask is None else batch.mask[rows]
-    return Batch(take(batch.x, rows), batch.y[rows], weight, mask)
+    return Batch(*(None if part is None else take(part, rows) for part in batch))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two kinds of data
-
-
 class Order:
     """Which rows make up batch t: epochs of fresh permutations, cut into batches of equal size across their borders.
 
@@ -83,7 +70,9 @@ class Order:
 
     def _permutation(self, member: int, epoch: int) -> Tensor:
         if (member, epoch) not in self._cache:
+            # a batch may reach back into the epoch before, never further
             self._cache = {k: v for k, v in self._cache.items() if k[1] >= epoch - 1}
+            # a pure function of these numbers, so that a resumed run sees the same rows
             stream = generator(self.seed, 3, 0 if self.members is None else member + 1, epoch)
             self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
         return self._cache[member, epoch]
@@ -92,6 +81,7 @@ class Order:
         start, stop = first * self.batch_size, (first + count) * self.batch_size
         parts = []
         while start < stop:
+            # epochs laid end to end: no batch is short, no row is left out
             epoch, offset = divmod(start, self.num_data)
             length = min(stop - start, self.num_data - offset)
             parts.append(self._permutation(member, epoch)[offset : offset + length])
@@ -129,23 +119,21 @@ class ArrayData:
         return self.batch
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """One pass in order."""
         for start in range(0, self.num_data, size):
             yield self.rows(slice(start, start + size))
 
     def split(self, fraction: float, seed: int) -> tuple[ArrayData, ArrayData]:
-        """A seeded split into (training, held-out) parts."""
         held = _num_held_out(fraction, self.num_data)
+        # a stream of its own: no batch has this permutation
         order = permutation(seed, 2**31 - 1, self.num_data).to(self.batch.y.device)
         return ArrayData(self.rows(order[held:]), self.num_data - held), ArrayData(self.rows(order[:held]), held)
 
     def fingerprint(self) -> str:
         """A hash of shapes, types and values (of evenly spaced rows where there are many)."""
         digest = hashlib.blake2b(digest_size=16)
-        for leaf in pytree.tree_leaves(tuple(self.batch)):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in tensors(tuple(self.batch)):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            # about 64 MiB are hashed, however large the data
             stride = max(1, leaf.numel() * leaf.element_size() // 2**26)
             digest.update(leaf[::stride].contiguous().cpu().view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
         return digest.hexdigest()
@@ -186,7 +174,7 @@ class StreamData:
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
     def rows(self, index: Tensor) -> Batch:
-        """The examples of these rows (map-style data sets only)."""
+        # data sets are made for Python integers
         items = [self.source[int(i)] for i in index]
         try:
             return self.convert(default_collate(items))
@@ -203,14 +191,11 @@ class StreamData:
             batch = self.convert(item)
             seen, largest = seen + len(batch.y), max(largest, len(batch.y))
             yield batch
+        # drop_last and uneven last batches are no reason to speak; ranks see a share each
         if abs(seen - self.num_data) >= largest and not self.told and not torch.distributed.is_initialized():
             self.told = True
-            log.warning(
-                "one pass over the data gave %s examples, but num_data is %s, by which the likelihood is scaled; pass num_data=%s",
-                f"{seen:,}",
-                f"{self.num_data:,}",
-                seen,
-            )
+            known = f"{seen:,} examples, but num_data is {self.num_data:,}"
+            log.warning("one pass over the data gave %s, by which the likelihood is scaled; pass num_data=%s", known, seen)
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """One pass in pieces of about `size`."""
@@ -227,18 +212,14 @@ class StreamData:
         )
 
     def split(self, fraction: float, seed: int) -> tuple[StreamData, StreamData]:
-        """A seeded split of a map-style data set."""
         if not self.indexable:
             raise ValueError(
                 "early stopping needs a held-out part, which a loader cannot give; pass arrays or a map-style Dataset"
             )
         held = _num_held_out(fraction, self.num_data)
-        order = permutation(seed, 2**31 - 1, self.num_data)
-        parts = []
-        for rows in (order[held:], order[:held]):
-            subset = torch.utils.data.Subset(self.source, rows.tolist())
-            parts.append(replace(self, source=subset, num_data=len(rows)))
-        return parts[0], parts[1]
+        order = permutation(seed, 2**31 - 1, self.num_data).tolist()
+        train, rest = (torch.utils.data.Subset(self.source, rows) for rows in (order[held:], order[:held]))
+        return replace(self, source=train, num_data=len(train)), replace(self, source=rest, num_data=held)
 
     def fingerprint(self) -> str:
         """Kind and length: the values of a stream are not read for this."""
@@ -260,7 +241,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         data = data.tensors
     if isinstance(data, (tuple, list)):
         return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
-    if is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)) or not _is_source(data):
+    usable = isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if not usable or is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)):
         hint = "; for a data frame pass (frame[inputs], frame[[target]])" if is_frame(data) else ""
         raise TypeError(f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}{hint}")
     if mask is not None and not isinstance(mask, str):
@@ -268,6 +250,7 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     known, certain = _length(data)
     if known is None and num_data is None:
         raise ValueError("data has no known length: pass num_data=, the number of examples in one pass")
+    # a sampler or an iterable may well have another length than it says
     if certain and num_data not in (None, known):
         raise ValueError(f"num_data={num_data} contradicts the length {known} of the data set")
     total = known if num_data is None else num_data
@@ -275,9 +258,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
     if total == 0:
         raise ValueError("data is empty: the data set has no examples")
-    return StreamData(
-        DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data, total, dtype, device, mask
-    )
+    source = DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data
+    return StreamData(source, total, dtype, device, mask)
 
 
 def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any, num_data: int | None) -> ArrayData:
@@ -299,10 +281,6 @@ def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any
     return ArrayData(Batch(x, y.to(device), move(weight), move(observed)), count)
 
 
-def _is_source(data: Any) -> bool:
-    return isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
-
-
 def _length(data: Any) -> tuple[int | None, bool]:
     """The number of examples that a data set or a loader draws from, where it is known, and whether that is certain.
 
@@ -320,3 +298,68 @@ def _length(data: Any) -> tuple[int | None, bool]:
         return length, certain and type(data.batch_sampler) is BatchSampler
     partial = hasattr(sampler, "__len__") and not isinstance(sampler, (WeightedRandomSampler, DistributedSampler))
     return len(sampler) if partial else length, False  # type: ignore[arg-type]
+
+
+Result = TypeVar("Result", covariant=True)
+Watch = Callable[[int, str], None] | None  # told the number of examples so far, and a note
+
+
+def accumulate(function: Callable[[Batch], Any], data: Data, *, chunk: int = 1024) -> Any:
+    """Σ_batches function(batch) for a tree of tensors; memory is bounded by one chunk of the data.
+
+    `function` must return sums over its batch (not means), so that the result does not depend on `chunk`; or None, where it
+    adds up by itself.
+    """
+    total: Any = None
+    with torch.no_grad():
+        for batch in data.chunks(chunk):
+            value = function(batch)
+            if value is not None:
+                # not sum(): the first value may be any tree
+                total = value if total is None else pytree.tree_map(lambda a, b: a + b, total, value)
+    return total
+
+
+class Estimator(Protocol[Result]):
+    """Something that is known after one or more passes over the data: `add` every batch, then ask for the `next_pass`."""
+
+    passes: int  # how many there are, at most
+
+    @property
+    def chunk(self) -> int:
+        """Examples to be added together in this pass."""
+
+    @property
+    def note(self) -> str:
+        """A few words on how it stands, for a progress bar."""
+
+    def add(self, batch: Batch) -> None: ...
+
+    def next_pass(self) -> bool:
+        """All data were added; whether they are needed once more."""
+
+    def finish(self) -> Result:
+        """What was to be known, after the last pass."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that was added up so far; between two batches."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from there, in an estimator that was started with the same settings."""
+
+
+def run(estimator: Estimator[Result], data: Data, watch: Watch = None) -> Result:
+    done = 0
+
+    def add(batch: Batch) -> None:
+        nonlocal done
+        estimator.add(batch)
+        done += num_rows(batch.x)
+        if watch is not None:
+            watch(done, estimator.note)
+
+    more = True
+    while more:
+        accumulate(add, data, chunk=estimator.chunk)
+        more = estimator.next_pass()
+    return estimator.finish()

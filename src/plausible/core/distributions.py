@@ -46,7 +46,6 @@ class StudentT(distributions.StudentT):
 
     @property
     def mean(self) -> Tensor:
-        """Loc; NaN for df ≤ 1, where there is none."""
         return torch.where(self.df > 1, self.loc, math.nan)
 
     @property
@@ -56,18 +55,16 @@ class StudentT(distributions.StudentT):
         return torch.where(heavy, math.inf, self.scale.square() * self.df / torch.where(heavy, 1.0, self.df - 2))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density at `value`, elementwise."""
         half = 0.5 * self._narrow_df
-        normaliser = (half * torch.log1p(0.5 / half) + stirling_error(half + 0.5) - stirling_error(half)) - 0.5 * (
-            1 + math.log(2 * math.pi)
-        )
+        stirling = half * torch.log1p(0.5 / half) + stirling_error(half + 0.5) - stirling_error(half)
+        normaliser = stirling - 0.5 * (1 + math.log(2 * math.pi))
         z = (value - self.loc) / self.scale
         return normaliser - self.scale.log() - (half + 0.5) * torch.log1p(z * z / self._narrow_df)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise; computed in float64."""
         z = (value - self.loc) / self.scale
         wide_z, df = double(z, self._narrow_df)
+        # both x = 1/(1 + s) and 1 − x are formed without subtraction: tails keep their digits
         square = wide_z * wide_z / df
         tail = 0.5 * betainc(0.5 * df, df.new_full((), 0.5), 1 / (1 + square), 1 / (1 + 1 / square))
         return torch.where(wide_z < 0, tail, 1 - tail).to(z.device, z.dtype)
@@ -87,12 +84,11 @@ class Poisson(distributions.Poisson):
         return Poisson(self.log_rate.expand(batch_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of the counts `value`, elementwise."""
         return value * self.log_rate - self.rate - torch.lgamma(value + 1)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise; computed in float64."""
         k, rate = broadcast_all(*double(value, self.rate))
+        # the cdf of counts is a step function: constant between integers
         below = torch.special.gammaincc(k.floor().clamp(min=0) + 1, rate)
         return torch.where(k < 0, 0.0, below).to(self.rate.device, self.rate.dtype)
 
@@ -113,27 +109,19 @@ class NegativeBinomial(distributions.NegativeBinomial):
 
     @property
     def mean(self) -> Tensor:
-        """μ."""
         return self.log_mean.exp()
 
     @property
     def variance(self) -> Tensor:
-        """μ + μ²/r."""
         return self.mean + torch.exp(2 * self.log_mean - self.log_dispersion)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of the counts `value`, elementwise."""
         r, logits = self.total_count, self.logits
-        rising = (
-            (r + value - 0.5) * torch.log1p(value / r)
-            + value * (self.log_dispersion - 1)
-            + stirling_error(r + value)
-            - stirling_error(r)
-        )
+        rising = (r + value - 0.5) * torch.log1p(value / r) + value * (self.log_dispersion - 1)
+        rising = rising + stirling_error(r + value) - stirling_error(r)
         return rising - torch.lgamma(value + 1) + value * F.logsigmoid(logits) - r * F.softplus(logits)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise; computed in float64."""
         k, r, logits = broadcast_all(*double(value, self.total_count, self.logits))
         below = betainc(r, k.floor().clamp(min=0) + 1, torch.sigmoid(-logits), torch.sigmoid(logits))
         return torch.where(k < 0, 0.0, below).to(self.logits.device, self.logits.dtype)
@@ -155,7 +143,6 @@ class Affine(distributions.Distribution):
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
-        """Whether samples carry gradients, as those of the base do."""
         return self.base.has_rsample
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Affine:
@@ -163,12 +150,10 @@ class Affine(distributions.Distribution):
 
     @property
     def mean(self) -> Tensor:
-        """The base's mean, scaled and shifted."""
         return self.loc + self.scale * self.base.mean
 
     @property
     def variance(self) -> Tensor:
-        """scale²·Var[Z]."""
         return self.scale.square() * self.base.variance
 
     def rsample(self, sample_shape: Any = _ONE) -> Tensor:
@@ -179,11 +164,9 @@ class Affine(distributions.Distribution):
             return self.loc + self.scale * self.base.sample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density at `value`, elementwise."""
         return self.base.log_prob((value - self.loc) / self.scale) - self.scale.abs().log()
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise (the base is continuous)."""
         below = self.base.cdf((value - self.loc) / self.scale)
         return torch.where(self.scale > 0, below, 1 - below)
 
@@ -219,11 +202,9 @@ class Mixture(distributions.Distribution):
         return variance if self.order > 2 else torch.full_like(variance, math.inf)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density at `value`, elementwise."""
         return (self.base.log_prob(value) + self.weight.log()).logsumexp(0, keepdim=True)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise."""
         return self.average(self.base.cdf(value))
 
 
@@ -243,6 +224,7 @@ def aligned(name: str, outputs: Tensor, weights: Mapping[str, Tensor] | None, ow
             f"weight {name!r} of shape {list(weight.shape)} does not fit outputs of shape {list(outputs.shape)}: "
             f"expected the draws' axes of the outputs{', then one value per output' * own_axes}"
         )
+    # axes of inputs are put between those of draws and of outputs
     return weight.reshape(weight.shape[:draws] + (1,) * missing + weight.shape[draws:])
 
 
@@ -293,15 +275,15 @@ def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor
 
     q is one number, or numbers that broadcast with [...].
 
-    The root of F(y) = q: a bracket around all components grows until it holds the root; then Newton steps where they
-    stay inside it and at least halve from one to the next, and bisections elsewhere. Ends at
-    |F(y) − q| ≤ 1e-12·min(q, 1−q), or where the numbers have no finer resolution: mostly 10 to 30 evaluations of F. A single
-    Gaussian is inverted in closed form.
+    The root of F(y) = q: a bracket around all components grows until it holds the root; then Newton steps where they stay
+    inside it and at least halve from one to the next, and bisections elsewhere. Ends at |F(y) − q| ≤ 1e-12·min(q, 1−q), or
+    where the numbers have no finer resolution: mostly 10 to 30 evaluations of F. A single Gaussian is inverted in closed form.
     """
     if (exact := _normal_quantile(distribution, q)) is not None:
         return exact
     loc, scale = location_scale(distribution)
     low, high, width = loc.amin(0), loc.amax(0), scale.amax(0)
+    # a component without spread would leave a bracket that never grows
     width = torch.maximum(width, 1e-6 * torch.maximum(low.abs(), high.abs()))
     for _ in range(_MAX_DOUBLINGS):
         above, below = mixture_cdf(distribution, low) > q, mixture_cdf(distribution, high) < q
@@ -317,10 +299,12 @@ def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor
         error = mixture_cdf(distribution, y) - q
         low, high = torch.where(error < 0, y, low), torch.where(error < 0, high, y)
         middle = 0.5 * (low + high)
+        # the middle is an end: there are no numbers between them
         done |= (error.abs() <= tolerance) | ~((low < middle) & (middle < high))
         if bool(done.all()):
             break
         newton = y - error / distribution.log_prob(y).exp().mean(0)
+        # Newton where it converges, halving where it would wander
         good = (low < newton) & (newton < high) & (2 * (newton - y).abs() < move)
         target = torch.where(done, y, torch.where(good, newton, middle))
         y, move = target, (target - y).abs()
@@ -330,8 +314,7 @@ def mixture_quantile(distribution: distributions.Distribution, q: float | Tensor
 def _normal_quantile(distribution: distributions.Distribution, q: float | Tensor) -> Tensor | None:
     """μ + σΦ⁻¹(q) where the mixture is a single Gaussian, also in other units; None where it is not."""
     if isinstance(distribution, Affine):
-        upright = _normal_quantile(distribution.base, q)
-        if upright is None:
+        if (upright := _normal_quantile(distribution.base, q)) is None:
             return None
         turned = 2 * distribution.base.mean[0] - upright  # the quantile at 1 − q
         return distribution.loc + distribution.scale * torch.where(distribution.scale > 0, upright, turned)
@@ -353,6 +336,7 @@ def mixture_count_quantile(distribution: distributions.Distribution, q: float | 
         low, high = torch.where(below, high, low), torch.where(below, 2 * high, high)
     for _ in range(_MAX_DOUBLINGS):
         middle = torch.floor(0.5 * (low + high))
+        # integers: done where both ends are neighbours
         going = (low < middle) & (middle < high)
         if not bool(going.any()):
             break

@@ -5,7 +5,6 @@ Whoever needs f(x; w) for many w asks here, so that there is one way of stacking
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,26 +15,19 @@ from torch import Tensor, nn
 from plausible.core import weights as tree
 from plausible.core.data import num_rows, take
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
 if TYPE_CHECKING:
     from plausible.core.model import Model
 
-log = logging.getLogger("plausible")
 
-NUMBERS = 2**26
-"""Numbers that the draws held at once have together: 256 MiB in float32."""
-
-ROWS = 2**17
-"""Draws × inputs that are evaluated at once."""
-
-PART = 4096
-"""Inputs that are evaluated at once where nobody says how many."""
-
+NUMBERS = 2**26  # numbers that the draws held at once have together: 256 MiB in float32
+ROWS = 2**17  # draws × inputs that are evaluated at once
+PART = 4096  # inputs that are evaluated at once where nobody says how many
+# numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves
 LARGE = 10**7
-"""Numbers of a draw × inputs from which draws are evaluated one by one: their products fill the machine by themselves."""
-
+# networks for which `vmap` has failed: their draws are evaluated one by one from then on
 LOOPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Networks for which `vmap` has failed: their draws are evaluated one by one from then on."""
 
 
 def at_once(numbers: int, rows: int = 1, *, copies: int = 1, block: int = 1) -> int:
@@ -58,6 +50,7 @@ def map_draws(function: Callable[[Weights], Any], stacked: Weights, network: nn.
         return tree.stack([function(tree.index(stacked, k)) for k in range(count)])
 
     if count == 1:
+        # vmap over one draw costs more than the draw
         result = function({name: value[0] for name, value in stacked.items()})
         return result.unsqueeze(0) if isinstance(result, Tensor) else tree.stack([result])
     if network in LOOPED:
@@ -93,7 +86,11 @@ def outputs_of_draws(
     numbers = max(1, tree.num_elements({n: w for n, w in {**model.initial, **model.buffers}.items() if n not in fixed}))
     # On a GPU that pays where noise is drawn in blocks between the products; stored draws are stacked there, to launch less.
     single = numbers * rows > LARGE and (device.type == "cpu" or block > 1)
-    part = batch_size or min(rows, _part(inputs, single, device))
+    part = PART
+    if single and isinstance(inputs, Tensor) and inputs.ndim == 2:
+        # small parts of large products stay in the caches of a CPU, large ones keep a GPU busy
+        part = 1024 if device.type == "cpu" else 16384
+    part = batch_size or min(rows, part)
     chunk = block if single else at_once(numbers, part, block=block)
     outputs: Tensor | None = None
     noise = []
@@ -108,21 +105,15 @@ def outputs_of_draws(
                 x = inputs if part >= rows else take(inputs, slice(start, start + part))
                 values = map_draws(lambda w, x=x: model.outputs({**fixed, **w}, x), draws, model.network)  # type: ignore[misc]
                 if values.ndim < 2 or values.shape[1] != num_rows(x):
+                    # not broadcast into place: a network that loses the axis of inputs is an error here
                     raise ValueError(f"x: the network gives {list(values.shape[1:])} for {num_rows(x)} inputs")
                 if len(values) == total and part >= rows:
                     outputs = values
                     continue
                 if outputs is None:
+                    # allocated once and filled: a list of parts would need the memory twice
                     outputs = values.new_empty(total, rows, *values.shape[2:])
                 at = first + place
                 outputs[at : at + len(values), start : start + num_rows(x)] = values
     assert outputs is not None
     return outputs, noise[0] if len(noise) == 1 else tree.concatenate(noise)
-
-
-def _part(inputs: Any, single: bool, device: torch.device) -> int:
-    """Inputs at a time: small parts of large products stay in the caches of a CPU, large ones keep a GPU busy."""
-    vectors = isinstance(inputs, Tensor) and inputs.ndim == 2
-    if not (single and vectors):
-        return PART
-    return 1024 if device.type == "cpu" else 16384

@@ -1,9 +1,9 @@
 """Likelihoods: network outputs f → a distribution over targets, p(y | f).
 
-`likelihood(outputs)` is an elementwise `torch.distributions.Distribution`: outputs [..., N, *O] give a batch shape of
-[..., *targets.shape] and an empty event shape; leading axes are draws. `check` refuses targets that do not fit (shape,
-type, range) and is called once for the data; calling the likelihood looks at no values, so it can live in a compiled
-step. A learned noise is a weight like any other: `likelihood.log_scale` or `likelihood.log_dispersion`.
+`likelihood(outputs)` is an elementwise `torch.distributions.Distribution`: outputs [..., N, *O] give a batch shape of [...,
+*targets.shape] and an empty event shape; leading axes are draws. `check` refuses targets that do not fit (shape, type, range),
+once for the data; calling the likelihood looks at no values, so it can live in a compiled step. A learned noise is a weight:
+`likelihood.log_scale` or `likelihood.log_dispersion`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions
 
-from plausible.core import distributions as own
+from plausible.core import distributions as densities
 from plausible.core.serialise import register
 from plausible.core.transforms import transformed
 
@@ -33,8 +33,7 @@ class Likelihood(ABC):
     here, the shape of targets (`target_shape`) and weights of its own (`initial_weights`).
     """
 
-    kind: ClassVar[str]
-    """What targets are: "classes" (integers), "binary", "continuous" or "counts"; decides type and range."""
+    kind: ClassVar[str]  # what targets are: "classes" (integers), "binary", "continuous" or "counts"; decides type and range
 
     @abstractmethod
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Distribution:
@@ -80,6 +79,7 @@ class Likelihood(ABC):
 
     def _refuse_broadcasting(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets must be the trailing axes of [..., N, *]: static shapes only, free of cost in a compiled step."""
+        # [N] against [N, 1] would broadcast to [N, N] and train on nonsense
         expected = self.target_shape(outputs.shape)
         if targets.ndim > len(expected) or expected[len(expected) - targets.ndim :] != tuple(targets.shape):
             raise _shape_error(type(self).__name__, outputs.shape, expected, tuple(targets.shape))
@@ -101,6 +101,7 @@ class Categorical(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:  # noqa: ARG002
         self._refuse_broadcasting(outputs, targets)
+        # the fused kernel, where there are no draws in front
         if outputs.ndim == 2:
             return -F.cross_entropy(outputs, targets.long(), reduction="none")
         index = targets.long().expand(outputs.shape[:-1]).unsqueeze(-1)
@@ -124,7 +125,7 @@ class Categorical(Likelihood):
 @register
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
-    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its own.
+    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its densities.
 
     Outputs are logits [..., N] or [..., N, L] (several labels at once); targets have the same shape and are 0 or 1
     (boolean, integer or float).
@@ -147,11 +148,10 @@ class _Located(Likelihood):
         _set_noise(self, "scale", ("learned", "per-output"))
 
     def _scale(self, outputs: Tensor, weights: Mapping[str, Tensor] | None, log: bool = False) -> Tensor:
-        """The scale or its logarithm, shaped to broadcast against outputs."""
         if isinstance(self.scale, str):
-            log_scale = own.aligned(LOG_SCALE, outputs, weights, own_axes=int(self.scale == "per-output"))
+            log_scale = densities.aligned(LOG_SCALE, outputs, weights, own_axes=int(self.scale == "per-output"))
             return log_scale if log else log_scale.exp()
-        scale = own.constant("scale", self.scale, outputs, outputs.shape)
+        scale = densities.constant("scale", self.scale, outputs, outputs.shape)
         return scale.log() if log else scale
 
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
@@ -168,9 +168,8 @@ class _Located(Likelihood):
 class Gaussian(_Located):
     """p(y | f) = N(y; f, σ²).
 
-    Outputs and targets have the same shape, [..., N, *O]. σ is `scale`: a number, one number per output (last axis),
-    "learned" (weight `likelihood.log_scale`, shape ()) or "per-output" (learned, shape (O,)); a learned scale starts at
-    `initial`.
+    Outputs and targets have the same shape, [..., N, *O]. σ is `scale`: a number, one number per output (last axis), "learned"
+    (weight `likelihood.log_scale`, shape ()) or "per-output" (learned, shape (O,)); a learned scale starts at `initial`.
     """
 
     scale: Any = "learned"
@@ -181,12 +180,14 @@ class Gaussian(_Located):
 
     def log_prob(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         self._refuse_broadcasting(outputs, targets)
+        # by the logarithm: a learned scale is held as one, and exp then log would lose digits
         log_scale = self._scale(outputs, weights, log=True)
         z = (targets.to(outputs.dtype) - outputs) * torch.exp(-0.5 * math.log(2) - log_scale)  # z² is half the square
         return (-0.5 * math.log(2 * math.pi) - log_scale) - z * z
 
     def total(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         log_scale = (weights or {}).get(LOG_SCALE) if self.scale == "learned" else None
+        # one σ for all targets: it can be taken out of the sum
         one = isinstance(self.scale, float) or (log_scale is not None and log_scale.ndim == 0)
         if not one or outputs.shape != targets.shape:
             return super().total(outputs, targets, weights)
@@ -194,7 +195,9 @@ class Gaussian(_Located):
         if transformed():  # vmap inside vmap has a wrong rule for mse_loss
             squares = (outputs - targets).square().sum()
         else:
+            # one kernel, where the plain expression has three and keeps what they leave
             squares = F.mse_loss(outputs, targets, reduction="sum")
+        # the sum of N constants in one number: a training step should not add them one by one
         constant = 0.5 * count * math.log(2 * math.pi)
         if log_scale is None:
             return squares * (-0.5 / self.scale**2) - (count * math.log(self.scale) + constant)
@@ -217,20 +220,36 @@ class StudentT(_Located):
         object.__setattr__(self, "df", _positive("df", self.df))
         _Located.__post_init__(self)
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.StudentT:
-        return own.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.StudentT:
+        # filled on the device: a copy from the host could not be captured in a CUDA graph
+        return densities.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
+
+
+class MeanAndNoise(Likelihood):
+    """What Gaussians share whose noise depends on the input: outputs [..., N, 2K], targets [N, K]."""
+
+    kind: ClassVar[str] = "continuous"
+    second: ClassVar[str]  # what the second half of the outputs is
+
+    def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
+        if len(outputs_shape) < 2 or outputs_shape[-1] % 2:
+            raise ValueError(
+                f"{type(self).__name__} needs outputs of shape [N, 2K], K means and then K {self.second}, got "
+                f"{list(outputs_shape)}: give the network two outputs per target"
+            )
+        return (*outputs_shape[:-1], outputs_shape[-1] // 2)
 
 
 @register
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(MeanAndNoise):
     """p(y | f) = N(y; m, s²) with m the first half of the last axis of f and s = minimum + softplus(second half).
 
     Outputs [..., N, 2K], targets [N, K]: the noise depends on the input (Nix & Weigend 1994).
     """
 
     minimum: float = 1e-3
-    kind: ClassVar[str] = "continuous"
+    second: ClassVar[str] = "raw scales"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "minimum", _positive("minimum", self.minimum))
@@ -238,14 +257,6 @@ class HeteroscedasticGaussian(Likelihood):
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Normal:  # noqa: ARG002
         mean, raw = outputs.chunk(2, -1)
         return distributions.Normal(mean, self.minimum + F.softplus(raw), validate_args=False)
-
-    def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
-        if len(outputs_shape) < 2 or outputs_shape[-1] % 2:
-            raise ValueError(
-                f"HeteroscedasticGaussian needs outputs of shape [N, 2K], K means and then K raw scales, got "
-                f"{list(outputs_shape)}: give the network two outputs per target"
-            )
-        return (*outputs_shape[:-1], outputs_shape[-1] // 2)
 
 
 @register
@@ -255,8 +266,8 @@ class Poisson(Likelihood):
 
     kind: ClassVar[str] = "counts"
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.Poisson:  # noqa: ARG002
-        return own.Poisson(outputs)
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.Poisson:  # noqa: ARG002
+        return densities.Poisson(outputs)
 
 
 @register
@@ -273,14 +284,14 @@ class NegativeBinomial(Likelihood):
     kind: ClassVar[str] = "counts"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dispersion, str):
-            object.__setattr__(self, "dispersion", _positive("dispersion", self.dispersion))
+        if not isinstance(self.dispersion, str):  # one number: `_set_noise` would take several
+            _positive("dispersion", self.dispersion)
         _set_noise(self, "dispersion", ("learned",))
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.NegativeBinomial:
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.NegativeBinomial:
         if self.dispersion == "learned":
-            return own.NegativeBinomial(outputs, own.aligned(LOG_DISPERSION, outputs, weights, own_axes=0))
-        return own.NegativeBinomial(outputs, outputs.new_full((), math.log(self.dispersion)))
+            return densities.NegativeBinomial(outputs, densities.aligned(LOG_DISPERSION, outputs, weights, own_axes=0))
+        return densities.NegativeBinomial(outputs, outputs.new_full((), math.log(self.dispersion)))
 
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:  # noqa: ARG002
         start = torch.full((), math.log(self.initial), dtype=dtype, device=device)
@@ -307,10 +318,10 @@ class Scaled(Likelihood):
         object.__setattr__(self, "loc", _numbers("loc", self.loc, math.isfinite, "finite"))
         object.__setattr__(self, "scale", _numbers("scale", self.scale, lambda v: v != 0, "finite and nonzero"))
 
-    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> own.Affine:
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.Affine:
         base = self.likelihood(outputs, weights)
-        loc, scale = (own.constant(n, getattr(self, n), outputs, base.batch_shape) for n in ("loc", "scale"))
-        return own.Affine(base, loc, scale)
+        loc, scale = (densities.constant(n, getattr(self, n), outputs, base.batch_shape) for n in ("loc", "scale"))
+        return densities.Affine(base, loc, scale)
 
     def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
         return self.likelihood.target_shape(outputs_shape)
@@ -334,6 +345,7 @@ def _numbers(name: str, value: Any, allowed: Callable[[float], bool], what: str)
         numbers = tuple(float(v) for v in plain) if isinstance(plain, list | tuple) else float(plain)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number or a sequence of numbers, got {value!r}") from None
+    # True is a number to Python and a mistake here
     each = numbers if isinstance(numbers, tuple) else (numbers,)
     if isinstance(plain, bool) or not each or not all(math.isfinite(v) and allowed(v) for v in each):
         raise ValueError(f"{name} must be {what}, got {value!r}")
@@ -354,6 +366,7 @@ def _set_noise(likelihood: Any, name: str, words: tuple[str, ...]) -> None:
             raise ValueError(f"{name} must be positive numbers or {' or '.join(map(repr, words))}, got {value!r}")
     else:
         object.__setattr__(likelihood, name, _numbers(name, value, lambda v: v > 0, "positive and finite"))
+        # a start that nothing starts from is a mistake, not a setting
         if likelihood.initial != 1.0:
             raise ValueError(f"initial={likelihood.initial} starts a learned {name}, but {name}={value!r} is fixed")
     object.__setattr__(likelihood, "initial", _positive("initial", likelihood.initial))
@@ -381,6 +394,7 @@ def _typed(name: str, kind: str, targets: Tensor) -> Tensor:
 def _check_values(kind: str, targets: Tensor, outputs_shape: Sequence[int]) -> None:
     def refuse(bad: Tensor, rule: str, fix: str) -> None:
         if bool(bad.any()):
+            # the first culprit is named: in a large table nobody finds it otherwise
             where = bad.nonzero()[0].tolist()
             raise ValueError(
                 f"{rule}, got {targets[tuple(where)].item():.7g} at index {where} ({int(bad.sum())} such values): {fix}"
@@ -402,11 +416,11 @@ def _check_values(kind: str, targets: Tensor, outputs_shape: Sequence[int]) -> N
 
 
 def _shape_error(name: str, outputs: Sequence[int], expected: tuple[int, ...], got: tuple[int, ...]) -> ValueError:
-    """What to say about targets of shape `got` where `expected` belongs to these outputs."""
     if got == expected[:-1] and expected[-1] == 1:
         fix = "they would broadcast; pass y.unsqueeze(-1), the same as y[:, None]"
     elif got[:-1] == expected and got[-1] == 1:
         fix = "they would broadcast; pass y.squeeze(-1)"
+    # from the likeliest mistake to the least
     elif got and expected and got[0] != expected[0]:
         fix = f"there are {expected[0]} inputs and {got[0]} targets; pass one target for each input"
     elif name == "Categorical" and len(outputs) > 2 and got == (outputs[0], *outputs[2:]):

@@ -9,7 +9,6 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,18 +29,19 @@ from plausible.core.networks import (
     choose,
     how_to_call,
     keep_gradients,
+    layer_of,
+    moving_buffers,
     private_copy,
+    probe,
     reset_of,
     slots,
     without_cudnn,
 )
 from plausible.core.priors import Prior
-from plausible.core.probing import layer_of, moving_buffers, probe
 from plausible.core.random import generator as stream_of
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 
 class Joint(NamedTuple):
@@ -63,10 +63,10 @@ class Model:
     """network + likelihood + prior + number of data: one log joint over named weights, and nothing else.
 
     `initial` are the weights at which it was built, by name: their shapes, types and device are those of every weight given
-    later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them out);
-    parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
-    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on
-    a few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
+    later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them
+    out); parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
+    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on a
+    few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
     """
 
     network: nn.Module
@@ -94,9 +94,14 @@ class Model:
             "likelihood_names": tuple(name for name in self.initial if name.startswith("likelihood.")),
             "_spread": how_to_call(self.network),
             "_slots": slots(self.network),
-            "_recurrent": [layer for layer in self.network.modules() if isinstance(layer, nn.RNNBase) and _on_gpu(layer)],
+            "_recurrent": [
+                layer
+                for layer in self.network.modules()
+                if isinstance(layer, nn.RNNBase) and any(parameter.is_cuda for parameter in layer.parameters())
+            ],
         }
         for name, value in known.items():
+            # frozen: what follows from the fields is computed once, here
             object.__setattr__(self, name, value)
 
     @property
@@ -105,7 +110,6 @@ class Model:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Building
-
     @classmethod
     def build(
         cls,
@@ -133,23 +137,15 @@ class Model:
         # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
         modes = {n: m.training for n, m in network.named_modules()}
         evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
-        model = cls(
-            private,
-            likelihood,
-            prior,
-            num_data=num_data,
-            initial=parameters,
-            random=tuple(parameters),
-            buffers={},
-            output=output,
-            precision=precision,
-            evaluated=evaluated,
-        )
+        named = {"initial": parameters, "random": tuple(parameters), "buffers": {}, "evaluated": evaluated}
+        model = cls(private, likelihood, prior, num_data, output=output, precision=precision, **named)  # type: ignore[arg-type]
         outputs, uses = probe(model, example)
         model = replace(model, output_shape=tuple(outputs.shape[1:]), target_ndim=example.y.ndim)
+        # before anything is trained: shapes that broadcast would give a wrong answer, not an error
         if check_targets:
             likelihood.check(outputs.shape, example.y, mask=example.mask)
         noise = likelihood.initial_weights(model.output_shape, dtype=outputs.dtype, device=outputs.device)
+        # the learned noise is a weight like any other, last in order
         initial = {**parameters, **noise}
         random = choose(initial, where, layer_of(model, max(uses, key=lambda name: uses[name])))
         if not any(name in uses for name in random):
@@ -163,7 +159,6 @@ class Model:
 
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights
-
     def _call(self, variables: Mapping[str, Tensor], x: Any) -> Any:
         arguments, keywords = self._spread(x)
         if transformed():
@@ -188,6 +183,7 @@ class Model:
                         holder, name = self._slots[key][0]
                         carry_over(value, holder[name])
             return result
+        # also where the forward pass failed: the private copy must not keep somebody's tensors
         finally:
             for holder, name, value in kept:
                 holder[name] = value
@@ -202,6 +198,7 @@ class Model:
             self.network.train(train)
             for name in self.evaluated if train else ():
                 self.network.get_submodule(name).training = False
+            # train() and eval() have just set all modules alike
             keep_gradients(self.network)
         if self._recurrent and not all(layer.training for layer in self._recurrent):
             with without_cudnn():
@@ -209,8 +206,13 @@ class Model:
         else:
             result = self._called(weights, x)
         if self.output is not None:
-            result = self._pick(result)
+            try:
+                result = self.output(result)
+            except (AttributeError, KeyError, IndexError, TypeError) as error:
+                problem = f"on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
+                raise OutputError(f"output= failed {problem}") from error
         if not isinstance(result, Tensor):
+            # Hugging Face's outputs are no tensors
             hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"
             raise OutputError(
                 f"network returned {type(result).__name__}, expected a tensor: say which part is f(x) with output=, "
@@ -219,24 +221,13 @@ class Model:
         return result.to(_first(weights).dtype) if self.precision is not None else result
 
     def _called(self, weights: Mapping[str, Tensor], x: Any) -> Any:
-        """In the model's precision."""
         if self.precision is None:
             return self._call(weights, x)
         with torch.autocast(device_type=_first(weights).device.type, dtype=self.precision):
             return self._call(weights, x)
 
-    def _pick(self, result: Any) -> Any:
-        assert self.output is not None
-        try:
-            return self.output(result)
-        except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise OutputError(
-                f"output= failed on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
-            ) from error
-
     # -----------------------------------------------------------------------------------------------------------------
     # The log joint
-
     def noise(self, weights: Mapping[str, Tensor]) -> Weights:
         """The likelihood's own weights among these."""
         return {name: weights[name] for name in self.likelihood_names}
@@ -258,6 +249,7 @@ class Model:
         scale = self.num_data / num_rows(batch.x)
         if batch.weight is None and batch.mask is None:
             outputs = self.outputs(weights, batch.x, train=train)
+            # fused losses, where examples need not be told apart
             total = self.likelihood.total(outputs, batch.y, self.noise(weights))
         else:
             each = self.log_likelihood(weights, batch, train=train)
@@ -266,8 +258,7 @@ class Model:
 
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
         """((N/B) Σ weight_i log p(y_i | x_i, w) + log p(w)) / temperature: an unbiased estimate from a batch."""
-        value = self.scaled_log_likelihood(weights, batch, train=train) + self.log_prior(weights)
-        return self._tempered(value)
+        return self._tempered(self.scaled_log_likelihood(weights, batch, train=train) + self.log_prior(weights))
 
     def _tempered(self, value: Tensor) -> Tensor:
         stacked = isinstance(self.temperature, Tensor)
@@ -298,6 +289,7 @@ class Model:
         precision = self.closed_precision
 
         def objective(w: Weights, part: Batch, buffered: Weights) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
+            # a training pass writes into its buffers, and gradients may be asked for again
             moving = {name: b.clone() for name, b in buffered.items()}
             total = self.scaled_log_likelihood({**w, **moving}, part, train=train)
             if precision is not None:
@@ -315,12 +307,10 @@ class Model:
                     # not torch.add(…, alpha=l2): the compiler folds that into the matrix product before it and loses alpha
                     grads = {n: g + l2 * weights[n] for n, g in grads.items()}
                     l2 = 0.0
-        value = total + prior
-        return Joint(self._tempered(value), total, prior, grads, moved, l2)
+        return Joint(self._tempered(total + prior), total, prior, grads, moved, l2)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model → Model
-
     def tempered(self, temperature: float) -> Model:
         """The model whose log joint is divided by `temperature`: below 1 a cold posterior, above 1 a flattened one."""
         if not (math.isfinite(temperature) and temperature > 0):
@@ -329,11 +319,8 @@ class Model:
 
     def with_settings(self, prior: Prior | None = None, temperature: Any = None) -> Model:
         """The model with another prior or another temperature, whose numbers may be 0-d tensors where settings are stacked."""
-        return replace(
-            self,
-            prior=self.prior if prior is None else prior,
-            temperature=self.temperature if temperature is None else temperature,
-        )
+        given = {"prior": prior, "temperature": temperature}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def restricted(self, names: Iterable[str]) -> Model:
         """The model in which only these weights are random; the others are points."""
@@ -360,12 +347,12 @@ class Model:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Starting points
-
     def reinitialised(self, generator: torch.Generator) -> Weights:
         """Fresh initial weights: each submodule's own `reset_parameters`, with this generator's seed.
 
         Frozen parameters stay; so do bare parameters whose module offers no reset.
         """
+        # modules reset themselves by the global generator: seed it from ours, and put it back
         seed = int(torch.randint(2**62, (), generator=generator))
         network = copy.deepcopy(self.network)
         devices = {w.device for w in self.initial.values() if w.device.type == "cuda"}
@@ -379,11 +366,8 @@ class Model:
 
     def not_reinitialisable(self) -> list[str]:
         """Names of trained parameters whose module has no `reset_parameters` that can be called without arguments."""
-        names = []
-        for prefix, module in self.network.named_modules():
-            if reset_of(module) is not None:
-                continue
-            names += [f"{prefix}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
+        stuck = ((prefix, module) for prefix, module in self.network.named_modules() if reset_of(module) is None)
+        names = [f"{prefix}.{n}".lstrip(".") for prefix, m in stuck for n, _ in m.named_parameters(recurse=False)]
         return [name for name in names if name in self.initial]
 
     def prior_functions(self, x: Any, draws: int, seed: int = 0) -> Tensor:
@@ -398,7 +382,3 @@ class Model:
 
 def _first(weights: Mapping[str, Tensor]) -> Tensor:
     return next(iter(weights.values()))
-
-
-def _on_gpu(module: nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters())

@@ -1,24 +1,26 @@
-"""Networks seen from outside: what can be fitted, how a module is called, which weights act on its outputs, and where they are."""
+"""Networks seen from outside: what can be fitted, how a module is called, what it returns, and which weights move its outputs."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from plausible.core import weights as tree
+from plausible.core.data import Batch, num_rows, take
 from plausible.core.weights import Weights
 
 Where = str | Sequence[str] | Callable[..., bool] | None
 
 
 def describe(x: Any) -> str:
-    """Shapes and types of a tree of inputs, for messages."""
     if isinstance(x, Tensor):
         return f"shape {tuple(x.shape)}, {x.dtype}"
     if isinstance(x, Mapping):
@@ -39,11 +41,9 @@ def check_network(network: nn.Module) -> None:
     if isinstance(network, torch.jit.ScriptModule):
         raise TypeError("network is a TorchScript module, whose weights cannot be exchanged; pass the module it was made from")
     held = [*network.named_parameters(), *network.named_buffers()]
-    lazy = [n for n, v in held if isinstance(v, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))]
-    if lazy:
+    if lazy := [n for n, v in held if nn.parameter.is_lazy(v)]:
         raise ValueError(f"network has lazy parameters ({lazy[0]}, …): run it once on an example before fitting")
-    empty = [n for n, v in held if v.is_meta]
-    if empty:
+    if empty := [n for n, v in held if v.is_meta]:
         raise ValueError(
             f"network has tensors without values, on the meta device ({empty[0]}, …): materialise it with "
             "network.to_empty(device='cpu') and initialise or load its weights before fitting"
@@ -65,14 +65,13 @@ def choose_device(network: nn.Module, device: torch.device | str | None) -> torc
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device={device!r} is not a device; use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'") from None
+    asked = f"device={str(device)!r} was asked for, but"
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device={str(device)!r} was asked for, but PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'"
-        )
+        raise ValueError(f"{asked} PyTorch finds no CUDA GPU here; use device='cpu' or 'auto'")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"{asked} there are only {torch.cuda.device_count()} GPUs")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device='mps' was asked for, but PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
+        raise ValueError(f"{asked} PyTorch finds no Metal GPU here; use device='cpu' or 'auto'")
     if chosen.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"device={str(device)!r} is not supported; use 'cpu', 'cuda' or 'mps'")
     return chosen
@@ -92,8 +91,8 @@ def private_copy(network: nn.Module) -> nn.Module:
 def keep_gradients(network: nn.Module) -> nn.Module:
     """The network with its recurrent layers in training mode: in evaluation mode cuDNN gives no gradients of them.
 
-    Only PyTorch's own ones that are the same function in both modes: those with dropout between their layers, subclasses, and one
-    that is the whole network stay as they are (and run `without_cudnn`).
+    Only PyTorch's own ones that are the same function in both modes: those with dropout between their layers, subclasses, and
+    one that is the whole network stay as they are (and run `without_cudnn`).
     """
     for layer in network.modules():
         if type(layer) in (nn.RNN, nn.LSTM, nn.GRU) and not layer.dropout and layer is not network:
@@ -104,6 +103,7 @@ def keep_gradients(network: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
     """Kernels of PyTorch's own, whose recurrent layers have gradients in evaluation mode too."""
+    # not torch.backends.cudnn.flags, which would reset the other settings too
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -133,18 +133,20 @@ def check_parameters(parameters: Weights) -> None:
 def last_uses(outputs: Tensor, leaves: Weights) -> dict[str, int]:
     """For each leaf that influences the outputs, the number in the order of execution of the last operation that used it."""
     names = {id(leaf): name for name, leaf in leaves.items()}
-    found: dict[str, int] = {}
+    last: dict[str, int] = {}
+    # a walk over the graph of autograd: leaves are nodes that hold a `variable`
     todo, seen = [outputs.grad_fn], {outputs.grad_fn}
     while todo:
         node = todo.pop()
         for source, _ in node.next_functions if node is not None else ():
             name = names.get(id(getattr(source, "variable", None)))
             if name is not None:
-                found[name] = max(found.get(name, -1), node._sequence_nr())  # type: ignore[union-attr]
+                # autograd numbers its nodes in the order in which they were made
+                last[name] = max(last.get(name, -1), node._sequence_nr())  # type: ignore[union-attr]
             elif source is not None and source not in seen:
                 seen.add(source)
                 todo.append(source)
-    return found
+    return last
 
 
 def layer(name: str) -> str:
@@ -177,6 +179,7 @@ def slots(network: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
         for holder in (module._parameters, module._buffers):
             for name, value in holder.items():
                 if value is not None:
+                    # by identity: tied weights are one tensor in several modules
                     places.setdefault(id(value), []).append((holder, name))
     named = [*network.named_parameters(), *network.named_buffers()]
     return {name: places[id(value)] for name, value in named}
@@ -192,6 +195,7 @@ def how_to_call(network: nn.Module) -> Callable[[Any], tuple[tuple[Any, ...], di
     names = {n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
 
     def spread(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # keywords where `forward` has them, else the dict itself is the input
         if isinstance(x, Mapping) and (any_keyword or set(x) <= names):
             return (), dict(x)
         if isinstance(x, (tuple, list)) and (many or len(x) <= positional):
@@ -234,3 +238,132 @@ def _takes_weight(predicate: Callable[..., bool]) -> bool:
         return False
     needed = [p for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(arguments) == 2 or len(needed) == 2
+
+
+if TYPE_CHECKING:
+    from plausible.core.model import Model
+
+
+def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Outputs at the initial weights (or those given) for a few inputs, or an error that says why there are none."""
+    variables = weights if weights is not None else {**model.initial, **model.buffers}
+    try:
+        outputs = model.outputs(variables, x, train=train)
+    except OutputError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
+        hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" if whole else ""
+        mode = " in training mode" if train else ""
+        problem = f"network could not be run on the inputs x ({describe(x)}){mode}"
+        raise ValueError(f"{problem}: {type(error).__name__}: {error}{hint}") from error
+    rows = num_rows(x)
+    if outputs.ndim == 0 or outputs.shape[0] != rows:
+        raise ValueError(
+            f"network must return one output row per example: {rows} examples gave outputs of shape "
+            f"{tuple(outputs.shape)}; if another part of its result is meant, pass output="
+        )
+    if not outputs.is_floating_point():
+        raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
+    if model.output_shape and tuple(outputs.shape[1:]) != model.output_shape:
+        raise ValueError(
+            f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {model.output_shape}"
+        )
+    return outputs
+
+
+def probe(model: Model, example: Batch) -> tuple[Tensor, dict[str, int]]:
+    """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+    leaves = {n: w.detach().requires_grad_() for n, w in model.initial.items()}
+    with torch.enable_grad():
+        outputs = check_inputs(model, example.x, weights=leaves)
+    try:
+        with torch.no_grad():
+            one = model.outputs({**model.initial, **model.buffers}, take(example.x, [0]))
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        one = outputs[:1]  # what one row alone does to a network is judged where it happens
+    if one.shape != (1, *outputs.shape[1:]):
+        raise ValueError(
+            f"network gives outputs of shape {tuple(one.shape)} for one example and {tuple(outputs.shape)} for "
+            f"{len(outputs)}: it loses the axis of examples; where it ends in squeeze(), write squeeze(-1)"
+        )
+    uses = last_uses(outputs, leaves)
+    moving = _moving_the_output(model, leaves, list(uses), outputs, example)
+    uses = {name: when for name, when in uses.items() if name in moving}
+    if not uses:
+        raise ValueError(
+            "the network's weights do not influence its output (is the forward pass under torch.no_grad, are results "
+            "detached, multiplied by zero, or always clamped?): nothing can be inferred"
+        )
+    return outputs.detach(), uses
+
+
+def _moving_the_output(model: Model, leaves: Weights, names: list[str], outputs: Tensor, example: Batch) -> set[str]:
+    """Those of the named weights whose gradient is not exactly zero, here or at other weights and inputs around.
+
+    Dead units have none at the given weights, saturated ones none at the given inputs, and inputs of zero give none to the
+    weights that multiply them. Inputs that are no real numbers cannot be moved, and networks that fail at other weights cannot
+    be asked: weights then count as moving it.
+    """
+    real = all(leaf.is_floating_point() for leaf in tree.tensors(example.x))
+    stream = torch.Generator().manual_seed(0)
+    moving: set[str] = set()
+    # a little farther each time; in the end also with inputs of their own, should those given be zero
+    for scale, keep in ((0.0, True), (0.3, True), (1.0, True), (0.03, False), (1.0, False)):
+        near = leaves
+        if scale and not real:
+            return set(names)
+        if scale:
+
+            def moved(t: Tensor, keep: bool = True, scale: float = scale) -> Tensor:
+                return t.detach() * keep + scale * torch.randn(t.shape, generator=stream).to(t)
+
+            near = {name: moved(weight).requires_grad_() for name, weight in leaves.items()}
+            inputs = tree.tree_map(functools.partial(moved, keep=keep), example.x)
+            try:
+                with torch.enable_grad():
+                    outputs = check_inputs(model, inputs, weights=near)
+            except (ValueError, TypeError):
+                return set(names)
+        missing = [name for name in names if name not in moving]
+        direction = torch.randn(outputs.shape, generator=stream).to(outputs)
+        if not outputs.requires_grad:
+            continue
+        with torch.enable_grad():
+            along = (outputs * direction).sum()  # grad_outputs= would import a library of symbols, half a second of it
+        grads = torch.autograd.grad(along, [near[n] for n in missing], allow_unused=True)
+        moving |= {n for n, g in zip(missing, grads) if g is not None and bool((g != 0).any())}
+        if len(moving) == len(names):
+            break
+    return moving
+
+
+def moving_buffers(model: Model, example: Batch) -> Weights:
+    """The buffers that a training pass changes, such as running statistics."""
+    before = {n: b.detach().clone() for n, b in model.network.named_buffers()}
+    if not before:
+        return {}
+    # batch norm refuses to train on one row
+    x = example.x if num_rows(example.x) > 1 else take(example.x, [0, 0])
+    after = {n: b.clone() for n, b in before.items()}
+    devices = {b.device for b in before.values() if b.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        check_inputs(model, x, train=True, weights={**model.initial, **after})
+    keep_gradients(model.network.eval())
+    return {n: before[n] for n in before if not torch.equal(before[n], after[n])}
+
+
+def last_layer(model: Model, example: Batch) -> tuple[str, ...]:
+    uses = probe(model, example)[1]
+    return layer_of(model, max(uses, key=lambda name: uses[name]))
+
+
+def layer_of(model: Model, weight: str) -> tuple[str, ...]:
+    """The names of all trained weights in the layers that hold this one (tied weights are held by several)."""
+    # the dicts of parameters of the modules that hold it
+    holders = {id(holder) for holder, _ in model._slots[weight]}
+    return tuple(
+        name
+        for name in model.initial
+        if layer(name) == layer(weight) or any(id(holder) in holders for holder, _ in model._slots.get(name, ()))
+    )

@@ -1,9 +1,8 @@
 """Optimisers as pure steps over named tensors: (weights, gradients, state, rate) → (weights, state).
 
-One call, two ways of running it. Inside `torch.compile`, `vmap` and other function transforms the formulas are plain
-out-of-place tensor operations. In eager mode the buffers that were handed in are *donated*: PyTorch's fused kernels
-(CPU, CUDA) or its list operations (elsewhere) write the new values into them, and the same objects are returned. Keep
-no other reference to weights or state that should survive an update. Both ways agree up to rounding.
+Inside `torch.compile`, `vmap` and other function transforms the formulas are plain out-of-place tensor operations. In eager mode
+the buffers that were handed in are *donated*: PyTorch's fused kernels (CPU, CUDA) or its list operations (elsewhere) write the new
+values into them, and the same objects are returned. Keep no other reference to weights or state that should survive an update.
 """
 
 from __future__ import annotations
@@ -20,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from plausible.core.serialise import check_number, register
 from plausible.core.transforms import hold, stacked_call, transformed, vmapped
-from plausible.core.weights import tensors
+from plausible.core.weights import Weights, tensors
 
 __all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser"]
 
+Named = Mapping[str, Tensor]
+Rate = Tensor | float
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -46,17 +47,16 @@ class Optimiser(ABC):
     """Minimises: `init` makes the state, `update` moves the weights against the gradients."""
 
     @abstractmethod
-    def init(self, weights: Mapping[str, Tensor]) -> Any:
+    def init(self, weights: Named) -> Any:
         """The state before the first update: a named tuple of tensors on the weights' device."""
 
-    def update(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float = 0.0
-    ) -> tuple[dict[str, Tensor], Any]:
+    def update(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float = 0.0) -> tuple[Weights, Any]:
         """One update with rate `lr` (0-d tensor on the weights' device, or a float).
 
         `l2` adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one: the gradient of a
         centred Gaussian prior for free, where autograd would spend several passes over the weights.
         """
+        # on a GPU the question whether members agree would wait for the device
         if vmapped() and state.step.device.type == "cpu":
             return stacked_call(lambda *call: self._members(l2, *call), weights, dict(grads), state, lr)
         if transformed():
@@ -65,12 +65,14 @@ class Optimiser(ABC):
             self._donated(weights, grads, state, lr, l2)
         return weights, state
 
-    def _members(self, l2: float, _: Any, axes: Any, arguments: Any) -> tuple[dict[str, Tensor], Any]:
+    def _members(self, l2: float, _: Any, axes: Any, arguments: Any) -> tuple[Weights, Any]:
         """Stacked members that stand at the same step with the same rate are one larger network."""
         weights, grads, state, lr = arguments
         rates = lr if isinstance(lr, Tensor) else torch.tensor(lr)
+        # members may have been stopped or resumed apart from each other
         same = not transformed() and bool((state.step == state.step.flatten()[0]).all() & (rates == rates.flatten()[0]).all())
         written = tensors((weights, state))
+        # in-place kernels walk memory as it lies: members in front, nothing strided
         if not same or any(axis != 0 for axis in tree_leaves(axes[:3])) or not all(t.is_contiguous() for t in written):
             return torch.func.vmap(lambda w, g, s, r: self._pure(w, g, s, r, l2), in_dims=axes)(*arguments)
         with torch.no_grad():
@@ -78,15 +80,11 @@ class Optimiser(ABC):
         return weights, state._replace(step=state.step + 1)
 
     @abstractmethod
-    def _pure(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float
-    ) -> tuple[dict[str, Tensor], Any]:
+    def _pure(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float) -> tuple[Weights, Any]:
         """The update as plain tensor operations, inputs left alone."""
 
     @abstractmethod
-    def _donated(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: Any, lr: Tensor | float, l2: float
-    ) -> None:
+    def _donated(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float) -> None:
         """The update written into the weights and the state."""
 
 
@@ -105,49 +103,41 @@ class AdamW(Optimiser):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number(self, "beta1", at_least=0, below=1)
-        check_number(self, "beta2", at_least=0, below=1)
+        check_number(self, "beta1", "beta2", at_least=0, below=1)
         check_number(self, "eps", above=0)
         check_number(self, "weight_decay", at_least=0)
 
-    def init(self, weights: Mapping[str, Tensor]) -> AdamState:
+    def init(self, weights: Named) -> AdamState:
         return AdamState(_zero_step(weights), _zeros(weights), _zeros(weights))
 
-    def _pure(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: AdamState, lr: Tensor | float, l2: float
-    ) -> tuple[dict[str, Tensor], AdamState]:
+    def _pure(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: float) -> tuple[Weights, AdamState]:
         step = state.step + 1
+        # computed once: the compiler would repeat them for every weight
         correction1, correction2 = _one_minus_power(self.beta1, step), _one_minus_power(self.beta2, step)
         rate, shrink, keep = hold(lr / correction1), hold(correction2.rsqrt()), 1 - lr * self.weight_decay
-        new: dict[str, Tensor] = {}
-        mean: dict[str, Tensor] = {}
-        square: dict[str, Tensor] = {}
+        new: Weights = {}
+        mean: Weights = {}
+        square: Weights = {}
         for name, weight in weights.items():
             grad = grads[name] + l2 * weight if l2 else grads[name]
             mean[name] = torch.lerp(state.mean[name], grad, 1 - self.beta1)
             square[name] = self.beta2 * state.square[name] + (1 - self.beta2) * grad * grad
             move = rate * mean[name] / (square[name].sqrt() * shrink + self.eps)
+            # a rate in float32 would turn half-precision weights into float32
             new[name] = ((weight * keep if self.weight_decay else weight) - move).to(weight.dtype)
         return new, AdamState(step, mean, square)
 
-    def _donated(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: AdamState, lr: Tensor | float, l2: float
-    ) -> None:
+    def _donated(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: float) -> None:
         step = state.step.add_(1)
         w, g = list(weights.values()), [grads[name] for name in weights]
         mean, square = [state.mean[name] for name in weights], [state.square[name] for name in weights]
-        if l2 and self.weight_decay:
+        if l2 and self.weight_decay:  # the kernels have one kind of decay each: decoupled, or in the gradient
             g, l2 = list(torch._foreach_add(g, w, alpha=l2)), 0.0
         if _fusible(w, mean, square):
             kernel = torch._fused_adamw_ if self.weight_decay else torch._fused_adam_
             kernel(
-                w,
-                [grad.contiguous() for grad in g],
-                mean,
-                square,
-                [],
-                [step] * len(w),
-                lr=_kernel_rate(lr),
+                *(w, [grad.contiguous() for grad in g], mean, square, [], [step] * len(w)),
+                lr=lr.float() if isinstance(lr, Tensor) else lr,
                 beta1=self.beta1,
                 beta2=self.beta2,
                 weight_decay=l2 or self.weight_decay,
@@ -164,6 +154,7 @@ class AdamW(Optimiser):
         denominator = torch._foreach_sqrt(square)
         torch._foreach_div_(denominator, _one_minus_power(self.beta2, step).sqrt())
         torch._foreach_add_(denominator, self.eps)
+        # sign and rate go into the denominator, so that the update is one addcdiv
         torch._foreach_mul_(denominator, -_one_minus_power(self.beta1, step) / lr)
         if self.weight_decay:
             torch._foreach_mul_(w, 1 - lr * self.weight_decay)
@@ -175,9 +166,8 @@ class AdamW(Optimiser):
 class SGD(Optimiser):
     """v ← momentum·v + g + weight_decay·w,  w ← w − lr·v   (nesterov: w ← w − lr·(g + momentum·v)).
 
-    Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form: the
-    rate multiplies the velocity. `weight_decay` enters the gradient. Memory: one copy of the weights, none without
-    momentum.
+    Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form: the rate
+    multiplies the velocity. `weight_decay` enters the gradient. Memory: one copy of the weights, none without momentum.
     """
 
     momentum: float = 0.9
@@ -190,15 +180,13 @@ class SGD(Optimiser):
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov=True needs a momentum above 0, got momentum=0; try momentum=0.9")
 
-    def init(self, weights: Mapping[str, Tensor]) -> SGDState:
+    def init(self, weights: Named) -> SGDState:
         return SGDState(_zero_step(weights), _zeros(weights) if self.momentum else {})
 
-    def _pure(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, l2: float
-    ) -> tuple[dict[str, Tensor], SGDState]:
+    def _pure(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: float) -> tuple[Weights, SGDState]:
         decay = self.weight_decay + l2
-        new: dict[str, Tensor] = {}
-        velocity: dict[str, Tensor] = {}
+        new: Weights = {}
+        velocity: Weights = {}
         for name, weight in weights.items():
             direction = grads[name] + decay * weight if decay else grads[name]
             if self.momentum:
@@ -207,9 +195,7 @@ class SGD(Optimiser):
             new[name] = (weight - lr * direction).to(weight.dtype)
         return new, SGDState(state.step + 1, velocity)
 
-    def _donated(
-        self, weights: dict[str, Tensor], grads: Mapping[str, Tensor], state: SGDState, lr: Tensor | float, l2: float
-    ) -> None:
+    def _donated(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: float) -> None:
         decay = self.weight_decay + l2
         state.step.add_(1)
         w, g = list(weights.values()), [grads[name] for name in weights]
@@ -221,7 +207,7 @@ class SGD(Optimiser):
                 velocity,
                 weight_decay=decay,
                 momentum=self.momentum,
-                lr=_kernel_rate(lr),
+                lr=lr.float() if isinstance(lr, Tensor) else lr,
                 dampening=0.0,
                 nesterov=self.nesterov,
                 maximize=False,
@@ -242,9 +228,9 @@ def as_optimiser(value: Optimiser | str) -> Optimiser:
     if isinstance(value, Optimiser):
         return value
     known = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]()
     if isinstance(value, str):
-        if value.lower() in known:
-            return known[value.lower()]()
         raise ValueError(f"unknown optimiser {value!r}; known are {', '.join(map(repr, known))}")
     raise TypeError(
         f"optimiser must be AdamW(...), SGD(...) or a name, got {value!r} of type {type(value).__qualname__}; "
@@ -257,13 +243,14 @@ def _one_minus_power(beta: float, step: Tensor) -> Tensor:
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
-def _zeros(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _zeros(weights: Named) -> Weights:
     return {name: torch.zeros_like(weight, requires_grad=False) for name, weight in weights.items()}
 
 
-def _zero_step(weights: Mapping[str, Tensor]) -> Tensor:
+def _zero_step(weights: Named) -> Tensor:
     if not weights:
         raise ValueError("an optimiser needs at least one weight, got an empty mapping")
+    # float32 whatever the weights are: bfloat16 cannot count beyond 256
     return torch.zeros((), dtype=torch.float32, device=next(iter(weights.values())).device)
 
 
@@ -280,7 +267,3 @@ def _fusible(weights: list[Tensor], *buffers: Iterable[Tensor]) -> bool:
             if tensor.dtype is not dtype or not tensor.is_contiguous():
                 return False
     return True
-
-
-def _kernel_rate(lr: Tensor | float) -> Any:
-    return lr.float() if isinstance(lr, Tensor) else lr

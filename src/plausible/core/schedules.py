@@ -1,9 +1,8 @@
 """Numbers that change while training runs: learning rates, temperatures, weights of a term.
 
-A schedule is called with the number of steps already made (a 0-d integer tensor that lives in the state, 0 at the first
-step) and the number of steps planned, and gives a 0-d float32 tensor on the same device. It consists of tensor
-operations alone and can sit inside a compiled, captured or vmapped step. Beyond the planned steps it keeps its last
-value.
+A schedule is called with the number of steps already made (a 0-d integer tensor, 0 at the first step) and the number of steps
+planned, and gives a 0-d float32 tensor on the same device. It consists of tensor operations alone and can sit inside a
+compiled, captured or vmapped step. Beyond the planned steps it keeps its last value.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Schedule(ABC):
         """The value at `step` (0-d, counted from 0) of `total` steps."""
 
 
-def _progress(step: Tensor, begin: int, end: int) -> Tensor:
-    """(step − begin)/(end − begin), held within [0, 1]."""
-    return ((step - begin).float() / max(end - begin, 1)).clamp(0.0, 1.0)
+def _progress(step: Tensor, total: int) -> Tensor:
+    """step/total, held within [0, 1]."""
+    return (step.float() / max(total, 1)).clamp(0.0, 1.0)
 
 
 def _half_wave(left: Tensor) -> Tensor:
@@ -63,11 +62,10 @@ class Linear(Schedule):
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number(self, "start", at_least=0)
-        check_number(self, "end", at_least=0)
+        check_number(self, "start", "end", at_least=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        return self.start + (self.end - self.start) * _progress(step, 0, total)
+        return self.start + (self.end - self.start) * _progress(step, total)
 
 
 @register
@@ -89,12 +87,10 @@ class Cosine(Schedule):
         check_number(self, "warmup", at_least=0, below=1)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        """The point on the warm-up line or on the half wave after it."""
         warm = math.ceil(self.warmup * total)
-        wave = self.end + (self.start - self.end) * _half_wave(_progress(total - step, 0, total - warm))
-        if not warm:
-            return wave
-        return torch.where(step < warm, self.start * _progress(step + 1, 0, warm), wave)
+        # counted from the end, so that the last step comes down to `end` exactly
+        wave = self.end + (self.start - self.end) * _half_wave(_progress(total - step, total - warm))
+        return torch.where(step < warm, self.start * _progress(step + 1, warm), wave) if warm else wave
 
 
 @register
@@ -106,11 +102,10 @@ class Exponential(Schedule):
     end: float
 
     def __post_init__(self) -> None:
-        check_number(self, "start", above=0)
-        check_number(self, "end", above=0)
+        check_number(self, "start", "end", above=0)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
-        return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, 0, total))
+        return self.start * torch.exp(math.log(self.end / self.start) * _progress(step, total))
 
 
 @register
@@ -123,8 +118,8 @@ class Steps(Schedule):
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        check_number(self, "value", above=0)
-        check_number(self, "factor", above=0)
+        check_number(self, "value", "factor", above=0)
+        # files give lists, users one number
         given = self.milestones if isinstance(self.milestones, list | tuple) else (self.milestones,)
         for milestone in given:
             if isinstance(milestone, bool) or not isinstance(milestone, numbers.Real) or not 0 < milestone < 1:
@@ -134,6 +129,7 @@ class Steps(Schedule):
     def __call__(self, step: Tensor, total: int) -> Tensor:
         value = torch.full((), self.value, dtype=torch.float32, device=step.device)
         for milestone in self.milestones:
+            # no branch on the step: it is a tensor of a compiled program
             value = torch.where(step >= math.ceil(milestone * total), value * self.factor, value)
         return value
 
@@ -152,9 +148,7 @@ class Polynomial(Schedule):
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        check_number(self, "a", above=0)
-        check_number(self, "b", above=0)
-        check_number(self, "gamma", above=0)
+        check_number(self, "a", "b", "gamma", above=0)
 
     @classmethod
     def between(cls, start: float, end: float, total: int, gamma: float = 0.55) -> Polynomial:
@@ -163,11 +157,12 @@ class Polynomial(Schedule):
             raise ValueError(f"Polynomial.between needs 0 < end < start, got start={start!r}, end={end!r}")
         if total < 1:
             raise ValueError(f"Polynomial.between: total must be at least 1, got {total!r}")
+        # from a·b^(−γ) = start and a·(b + T)^(−γ) = end; expm1 keeps digits where the two are close
         b = total / math.expm1(math.log(start / end) / gamma)
         return cls(a=start * b**gamma, b=b, gamma=gamma)
 
     def __call__(self, step: Tensor, total: int) -> Tensor:  # noqa: ARG002
-        """The point on the decaying curve, also beyond the planned steps."""
+        # a·(b + t)^(−γ) = start·e^(−γ log(1 + t/b)): exact at t = 0
         start = self.a * self.b**-self.gamma
         return start * torch.exp(-self.gamma * torch.log1p(step.float() / self.b))
 
@@ -189,6 +184,7 @@ class Cyclical(Schedule):
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
         length = max(math.ceil(total / self.cycles), 1)
+        # beyond the plan the value stays, rather than a new wave
         place = torch.remainder(step.clamp(max=max(total - 1, 0)), length)
         return self.start * _half_wave((length - place).float() / length)
 
@@ -196,6 +192,7 @@ class Cyclical(Schedule):
 def rate(value: float | Schedule, step: Tensor, total: int) -> Tensor:
     """The value at `step`: a number stands for itself. A 0-d float32 tensor on the device of `step`."""
     if isinstance(value, Schedule):
+        # computed once in a compiled step, not for every weight that it multiplies
         return hold(value.__call__(step, total))
     if isinstance(value, Tensor):  # stacked settings
         return value.to(torch.float32)

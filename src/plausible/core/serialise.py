@@ -22,14 +22,11 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
-__all__ = ["Opaque", "check_count", "check_number", "decode", "encode", "register"]
-
-LARGEST_TENSOR = 10_000
-"""Tensors with more elements than this belong into the tensor file, not among the settings."""
-
+INF = math.inf
+LARGEST_TENSOR = 10_000  # tensors with more elements than this belong into the tensor file, not among the settings
 LAYERS = ("core", "blocks", "engine", "posteriors", "methods", "analysis", "apps")
+# called where a type is not known: each imports modules that register some (`plausible.methods` adds its own)
 discoveries: list[Callable[[], None]] = []
-"""Called where a type is not known: each imports modules that register some (`plausible.methods` adds its own)."""
 
 _RESERVED = frozenset({"type", "opaque"})
 _classes: dict[str, type] = {}
@@ -59,10 +56,15 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
         return lambda decorated: register(decorated, name=name)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"register expects a dataclass, got {cls!r}; put @register above @dataclass(frozen=True)")
+    # such a field could not be told from the mark of a type
     taken = sorted(_RESERVED & {field.name for field in dataclasses.fields(cls)})
     if taken:
         raise ValueError(f"{cls.__qualname__}: the field name {taken[0]!r} is reserved, it marks types in the file")
-    name = _default_name(cls) if name is None else name
+    if name is None:
+        module = cls.__module__.split(".")
+        inside = module[0] == "plausible"
+        place = next(part for part in module[1:] if part not in LAYERS) if inside else module[-1]
+        name = cls.__qualname__ if module[:2] == ["plausible", "methods"] else f"{place}.{cls.__qualname__}"
     known = _classes.get(name)
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(
@@ -73,32 +75,29 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
     return cls
 
 
-def _default_name(cls: type) -> str:
-    if cls.__module__.startswith("plausible.methods"):
-        return cls.__qualname__
-    module = cls.__module__.split(".")
-    if module[0] != "plausible":
-        return f"{module[-1]}.{cls.__qualname__}"
-    return f"{next(part for part in module[1:] if part not in LAYERS)}.{cls.__qualname__}"
-
-
 def encode(value: Any, *, strict: bool = True) -> Any:
     """Plain data for `json.dump`; `decode(encode(value)) == value` for everything that is accepted.
 
-    Numbers, strings, None, registered dataclasses, mappings with string keys; lists, tuples and arrays become lists.
-    Anything else (functions, modules, unregistered classes) raises TypeError, or with `strict=False` is stored as
-    `{"opaque": "ClassName"}`.
+    Numbers, strings, None, registered dataclasses, mappings with string keys; lists, tuples and arrays become lists. Anything else
+    (functions, modules, unregistered classes) raises TypeError, or with `strict=False` is stored as `{"opaque": "ClassName"}`.
     """
     if value is None or isinstance(value, bool | str):
         return value
+    # before int and float: np.float64 is a float
     if isinstance(value, np.generic):
         return encode(value.item(), strict=strict)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        # JSON has no infinity, and Python's extension of it is read by nobody else
         return float(value) if math.isfinite(value) else {"type": "float", "value": repr(float(value))}
     if isinstance(value, torch.Tensor | np.ndarray):
-        return _encode_array(value, strict)
+        if math.prod(value.shape) <= LARGEST_TENSOR:
+            return encode(value.tolist(), strict=strict)
+        if not strict:
+            return {"opaque": type(value).__qualname__}
+        large = f"a tensor of shape {tuple(value.shape)} has more than {LARGEST_TENSOR} elements"
+        raise TypeError(f"{large}, too many for settings in JSON")
     if isinstance(value, Opaque):
         return {"opaque": value.name}
     if type(value) in _names:
@@ -107,7 +106,11 @@ def encode(value: Any, *, strict: bool = True) -> Any:
     if isinstance(value, list | tuple):
         return [encode(item, strict=strict) for item in value]
     if isinstance(value, Mapping):
-        _check_keys(value)
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"keys of a stored mapping are strings, got {key!r}")
+            if key in _RESERVED:
+                raise ValueError(f"the key {key!r} marks types in the file and cannot name an entry of a mapping")
         return {key: encode(item, strict=strict) for key, item in value.items()}
     if not strict:
         return {"opaque": getattr(value, "__qualname__", type(value).__qualname__)}
@@ -115,25 +118,6 @@ def encode(value: Any, *, strict: bool = True) -> Any:
         f"{value!r} of type {type(value).__module__}.{type(value).__qualname__} cannot be stored as JSON; "
         "expected numbers, strings, sequences, mappings or a dataclass decorated with @plausible.serialise.register"
     )
-
-
-def _encode_array(value: torch.Tensor | np.ndarray, strict: bool) -> Any:
-    size = value.numel() if isinstance(value, torch.Tensor) else value.size
-    if size <= LARGEST_TENSOR:
-        return encode(value.tolist(), strict=strict)
-    if not strict:
-        return {"opaque": type(value).__qualname__}
-    raise TypeError(
-        f"a tensor of shape {tuple(value.shape)} has more than {LARGEST_TENSOR} elements, too many for settings in JSON"
-    )
-
-
-def _check_keys(value: Mapping[Any, Any]) -> None:
-    for key in value:
-        if not isinstance(key, str):
-            raise TypeError(f"keys of a stored mapping are strings, got {key!r}")
-        if key in _RESERVED:
-            raise ValueError(f"the key {key!r} marks types in the file and cannot name an entry of a mapping")
 
 
 def decode(data: Any, *, expect: type | tuple[type, ...] | None = None) -> Any:
@@ -159,22 +143,20 @@ def _decode(data: Any) -> Any:
         return tuple(_decode(item) for item in data)
     if not isinstance(data, Mapping):
         raise ValueError(f"stored settings hold {data!r} of type {type(data).__qualname__}, which JSON does not have")
-    if "type" in data:
-        return _decode_object(data)
-    if "opaque" in data:
+    # marks are checked before anything else, so that no file can smuggle a mapping past them
+    if "opaque" in data and "type" not in data:
         if set(data) != {"opaque"} or not isinstance(data["opaque"], str):
             raise ValueError(f"an opaque entry has one field with a name, got {dict(data)!r}")
         return Opaque(data["opaque"])
-    return {key: _decode(item) for key, item in data.items()}
-
-
-def _decode_object(data: Mapping[str, Any]) -> Any:
+    if "type" not in data:
+        return {key: _decode(item) for key, item in data.items()}
     kind = data["type"]
     if kind == "float":
         if set(data) != {"type", "value"} or data["value"] not in ("inf", "-inf", "nan"):
             raise ValueError(f"a stored float is 'inf', '-inf' or 'nan', got {dict(data)!r}")
         return float(data["value"])
     if isinstance(kind, str) and kind not in _classes:  # perhaps a method whose file was not needed so far
+        # only now: most files need no method that is not loaded yet
         for discover in discoveries:
             discover()
     if not isinstance(kind, str) or kind not in _classes:
@@ -189,40 +171,31 @@ def _decode_object(data: Mapping[str, Any]) -> Any:
         raise ValueError(f"unknown field {unknown[0]!r} for {kind}; its fields are {', '.join(sorted(fields))}")
     arguments = {name: _decode(item) for name, item in data.items() if name != "type"}
     try:
+        # the constructor checks the values: a file is no more trusted than a user
         return cls(**arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stored {kind} cannot be rebuilt: {error}") from error
 
 
 def check_number(
-    owner: Any,
-    name: str,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    at_least: float = -math.inf,
-    at_most: float = math.inf,
+    owner: Any, *names: str, above: float = -INF, below: float = INF, at_least: float = -INF, at_most: float = INF
 ) -> None:
-    """Store the field `name` of a frozen dataclass as a float, or say what it should have been; for `__post_init__`."""
-    value = getattr(owner, name)
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        value = value.item()
-    label = type(owner).__qualname__
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{label}: {name} must be a number, got {value!r} of type {type(value).__qualname__}")
-    number = float(value)
-    if not (above < number < below and at_least <= number <= at_most):  # without bounds: refuses inf and nan alone
-        bounds = [
-            f"{word} {bound:g}"
-            for word, bound in (("above", above), ("at least", at_least), ("below", below), ("at most", at_most))
-            if math.isfinite(bound)
-        ]
-        raise ValueError(f"{label}: {name} must be {' and '.join(['finite', *bounds])}, got {name}={number!r}")
-    object.__setattr__(owner, name, number)
+    """Store these fields of a frozen dataclass as floats, or say what they should have been; for `__post_init__`."""
+    label, limits = type(owner).__qualname__, {"above": above, "at least": at_least, "below": below, "at most": at_most}
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{label}: {name} must be a number, got {value!r} of type {type(value).__qualname__}")
+        number = float(value)
+        if not (above < number < below and at_least <= number <= at_most):  # without bounds: refuses inf and nan alone
+            bounds = [f"{word} {bound:g}" for word, bound in limits.items() if math.isfinite(bound)]
+            raise ValueError(f"{label}: {name} must be {' and '.join(['finite', *bounds])}, got {name}={number!r}")
+        object.__setattr__(owner, name, number)
 
 
 def check_count(owner: Any, name: str, *, at_least: int = 1) -> None:
-    """Store the field `name` of a frozen dataclass as an int, or say what it should have been."""
     value = getattr(owner, name)
     label = type(owner).__qualname__
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

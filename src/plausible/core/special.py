@@ -16,7 +16,6 @@ def double(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest floating-point type of a device: float64, but float32 on Apple's MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -27,6 +26,7 @@ def stirling_error(a: Tensor) -> Tensor:
     dtype; differentiable; traceable by `torch.func` and `torch.compile`, which is why it is not SciPy's.
     """
     large = a >= 10
+    # both branches are differentiated: each gets arguments that suit it
     inverse = 1 / torch.where(large, a, torch.full_like(a, 10.0))
     square = inverse * inverse
     series = torch.zeros_like(a)
@@ -61,6 +61,7 @@ def flushed(values: Tensor) -> Tensor:
     if values.device.type != "cpu" or not values.is_floating_point() or not values.numel():
         return values
     size = values.abs()
+    # numbers whose square is normal are left alone
     limit = torch.clamp(1e-12 * size.max(), max=math.sqrt(torch.finfo(values.dtype).tiny))
     small = (size < limit).logical_and_(values != 0)
     return values.masked_fill(small, 0.0) if bool(small.any()) else values

@@ -35,33 +35,29 @@ def write_atomically(path: Path, content: bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
+            # a rename may reach the disk before the content does
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # where the system can open folders, a rename is made to survive a power cut
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can open folders."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
     """Named tensors → the bytes of a safetensors file and their sha256."""
+    # safetensors refuses tensors that share memory
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     content = save(plain, metadata={"names": json.dumps(list(plain))})
     return content, hashlib.sha256(content).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Named tensors → a safetensors file; returns its sha256."""
     content, sha256 = pack(tensors)
     write_atomically(path, content)
     return sha256
@@ -75,10 +71,12 @@ def read_tensors(path: Path, sha256: str) -> Weights:
         raise ValueError(f"{path} is missing: the folder is incomplete") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    # a truncated file would be an error anyway, an altered one a wrong posterior
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
     try:
         tensors = load(content)
+        # safetensors sorts names; the order of weights is kept in its metadata
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return {name: tensors[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
     except (SafetensorError, ValueError, KeyError) as error:
@@ -97,15 +95,18 @@ def _canonical(content: Any) -> bytes:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A dict → JSON with its own checksum."""
     sealed = {**content, "sha256": hashlib.sha256(_canonical(content)).hexdigest()}
     write_atomically(path, (json.dumps(sealed, indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """JSON written by `write_json`, checked."""
+
+    def not_json(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_a_number)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_json)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: is {path.parent} a folder written by plausible?") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
@@ -118,10 +119,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _not_a_number(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "path") -> Path:
     """A new or empty folder that can be written, or an error that says what is in the way."""
     folder = Path(path)
@@ -131,6 +128,7 @@ def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "pa
         raise FileExistsError(f"{name}={str(folder)!r} exists and is not empty; choose another, or pass overwrite=True")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # before hours of work, not after them
         probe = folder / ".writable"
         probe.write_bytes(b"")
         probe.unlink()
@@ -141,39 +139,30 @@ def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "pa
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stores of draws
-
-
 class DrawStore(Protocol):
     """Stacked draws of named tensors, asked for by index."""
 
     def __len__(self) -> int: ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of one draw."""
-        ...
+        return {name: tuple(value.shape[1:]) for name, value in next(iter(self.shards())).items()}
 
-    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
-        """These draws, stacked on a leading axis."""
-        ...
+    def get(self, rows: Sequence[int], device: torch.device | str) -> Weights: ...
 
-    def shards(self) -> Iterable[Weights]:
-        """All draws in pieces."""
-        ...
+    def shards(self) -> Iterable[Weights]: ...
 
 
-class MemoryDraws:
+class MemoryDraws(DrawStore):
     """Draws held as stacked tensors."""
 
     def __init__(self, stacked: Weights):
         self.stacked = stacked
 
     def __len__(self) -> int:
-        return len(next(iter(self.stacked.values())))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape[1:]) for name, value in self.stacked.items()}
+        return _length(self.stacked)
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
+        # all of them: no copy
         if list(rows) == list(range(len(self))):
             return {name: value.to(device) for name, value in self.stacked.items()}
         where = torch.as_tensor(list(rows), device=next(iter(self.stacked.values())).device)
@@ -183,7 +172,7 @@ class MemoryDraws:
         yield self.stacked
 
 
-class DiskDraws:
+class DiskDraws(DrawStore):
     """Draws in shard files, read when asked for, a few shards kept in memory."""
 
     KEPT = 2
@@ -197,7 +186,7 @@ class DiskDraws:
             self._starts.append(self._starts[-1] + int(shard["draws"]))
 
     def __len__(self) -> int:
-        return self._starts[-1] + (0 if self.tail is None else len(next(iter(self.tail.values()))))
+        return self._starts[-1] + (0 if self.tail is None else _length(self.tail))
 
     def _shard(self, number: int) -> Weights:
         if number == len(self.files):
@@ -205,6 +194,7 @@ class DiskDraws:
             return self.tail
         if number not in self._cache:
             while len(self._cache) >= self.KEPT:
+                # the oldest: draws are mostly read in order
                 self._cache.pop(next(iter(self._cache)))
             shard = self.files[number]
             draws = read_tensors(inside(self.folder, shard["file"]), shard["sha256"])
@@ -212,9 +202,6 @@ class DiskDraws:
                 raise ValueError(f"{self.folder / shard['file']} is damaged: expected {shard['draws']} draws of each tensor")
             self._cache[number] = draws
         return self._cache[number]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape[1:]) for name, value in self._shard(0).items()}
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         """These draws, stacked on a leading axis; shards are read in turn, so memory holds the rows asked for and a shard."""
@@ -230,6 +217,7 @@ class DiskDraws:
             for name, value in self._shard(number).items():
                 if name not in chosen:
                     chosen[name] = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+                # into place: what is held is the result and one shard
                 chosen[name][places] = value.cpu().index_select(0, where)
         return {name: value.to(device) for name, value in chosen.items()}
 
@@ -243,7 +231,7 @@ class DiskDraws:
             yield self._shard(number)
 
 
-class JoinedDraws:
+class JoinedDraws(DrawStore):
     """Several stores one after the other."""
 
     def __init__(self, parts: Sequence[DrawStore]):
@@ -251,9 +239,6 @@ class JoinedDraws:
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.parts[0].shapes()
 
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         rows, pieces, first = list(rows), [], 0
@@ -267,8 +252,7 @@ class JoinedDraws:
         joined = concatenate(pieces)
         if order == list(range(len(rows))):
             return joined
-        back = torch.empty(len(order), dtype=torch.int64)
-        back[torch.tensor(order)] = torch.arange(len(order))
+        back = torch.tensor(order).argsort()  # the inverse permutation
         return {name: value[back.to(device)] for name, value in joined.items()}
 
     def shards(self) -> Iterable[Weights]:
@@ -276,7 +260,7 @@ class JoinedDraws:
             yield from part.shards()
 
 
-class PrunedDraws:
+class PrunedDraws(DrawStore):
     """The draws of another store, 0 where a mask is False: for stores that are too large to be written anew.
 
     Draw r belongs to chain r mod `chains`; masks of several chains are stacked on a leading axis.
@@ -288,9 +272,6 @@ class PrunedDraws:
     def __len__(self) -> int:
         return len(self.store)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.store.shapes()
-
     def get(self, rows: Sequence[int], device: torch.device | str) -> Weights:
         return self._zeroed(self.store.get(rows, device), rows)
 
@@ -301,6 +282,7 @@ class PrunedDraws:
             start += _length(shard)
 
     def _zeroed(self, stacked: Weights, rows: Sequence[int]) -> Weights:
+        # draws of chains alternate
         chain = torch.tensor([row % self.chains for row in rows])
         zeroed = dict(stacked)
         for name, mask in self.masks.items():
@@ -353,13 +335,11 @@ class DrawWriter:
         self.add_block({name: value.unsqueeze(0) for name, value in draw.items()})
 
     def add_block(self, draws: Weights) -> None:
-        """Keep several draws, stacked on a leading axis."""
         self.pending.append(draws)
         if self.folder is not None and num_bytes(draws) * len(self.pending) >= self.shard_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending draws as a shard."""
         if not self.pending or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -374,10 +354,10 @@ class DrawWriter:
 
     def back_to(self, mark: WriterMark) -> None:
         """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
+        # files stay on disk and are written over: nothing refers to them
         self.files, self.pending = self.files[: mark.shards], list(mark.pending)
 
     def store(self) -> DrawStore | None:
-        """What was collected, or None."""
         if not len(self):
             return None
         if not self.files:
@@ -391,5 +371,4 @@ def _length(draws: Weights) -> int:
 
 
 def gather(store: DrawStore) -> Weights:
-    """All draws of a store as stacked tensors in memory."""
     return concatenate(list(store.shards()))

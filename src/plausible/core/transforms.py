@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ Stacked = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients
-
-
 def value_and_gradient(function: Function, weights: Mapping[str, Tensor], *arguments: Any) -> tuple[Tensor, Any, Weights]:
     """(v, auxiliary, ∇_w v) of `v, auxiliary = function(w, *arguments)`, v a scalar, in three ways that agree up to rounding.
 
@@ -34,8 +32,16 @@ def value_and_gradient(function: Function, weights: Mapping[str, Tensor], *argum
     All tensors that differ between members must come in through `weights` and `arguments` (trees), not through the closure.
     Nothing of the result is connected to a graph.
     """
+
+    def all_members(info: Any, axes: Any, given: Any) -> tuple[Tensor, Any, Weights]:
+        stacked = {name: leading(weight, axes[0][name], info.batch_size) for name, weight in given[0].items()}
+        each = {"in_dims": (0, *axes[1]), "randomness": info.randomness}
+        if transformed():  # stacked twice, or differentiated from outside
+            return torch.func.vmap(lambda w, *a: _by_transform(function, w, *a), **each)(stacked, *given[1])
+        return _by_autograd(lambda w: torch.func.vmap(function, **each)(w, *given[1]), stacked)
+
     if vmapped():
-        return stacked_call(lambda *call: _all_members(function, *call), dict(weights), arguments)
+        return stacked_call(all_members, dict(weights), arguments)
     if transformed():
         return _by_transform(function, dict(weights), *arguments)
     return _by_autograd(lambda w: function(w, *arguments), weights)
@@ -46,9 +52,10 @@ def _by_autograd(function: Function, weights: Mapping[str, Tensor]) -> tuple[Ten
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
         value, auxiliary = function(leaves)
+        # members do not touch each other's weights: the gradient of the sum has each one's own
         whole = value.sum() if value.ndim else value
-        found = torch.autograd.grad(whole, list(leaves.values()), materialize_grads=True)
-    return value.detach(), auxiliary, dict(zip(leaves, found))
+        grads = torch.autograd.grad(whole, list(leaves.values()), materialize_grads=True)
+    return value.detach(), auxiliary, dict(zip(leaves, grads))
 
 
 def _by_transform(function: Function, weights: Weights, *arguments: Any) -> tuple[Tensor, Any, Weights]:
@@ -56,21 +63,11 @@ def _by_transform(function: Function, weights: Weights, *arguments: Any) -> tupl
     return value, auxiliary, grads
 
 
-def _all_members(function: Function, info: Any, axes: Any, arguments: Any) -> tuple[Tensor, Any, Weights]:
-    weights, rest = arguments
-    stacked = {name: leading(weight, axes[0][name], info.batch_size) for name, weight in weights.items()}
-    each = {"in_dims": (0, *axes[1]), "randomness": info.randomness}
-    if transformed():  # stacked twice, or differentiated from outside
-        return torch.func.vmap(lambda w, *a: _by_transform(function, w, *a), **each)(stacked, *rest)
-    return _by_autograd(lambda w: torch.func.vmap(function, **each)(w, *rest), stacked)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside vmap
-
-
 def transformed() -> bool:
     """Whether the current code is traced by `torch.compile` or runs inside `vmap`, `grad` or another transform."""
+    # no public question tells this
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -104,29 +101,29 @@ def stacked_call(rule: Stacked, *arguments: Any) -> Any:
     leading axis of members. Nothing of the result is connected to a graph.
     """
     leaves, structure = pytree.tree_flatten(arguments)
-    call = _Call(rule, leaves, structure, [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
-    flat = _Stacked.apply(call, *(leaves[i] for i in call.where))
-    return pytree.tree_unflatten(list(flat), call.result)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    returned: Any = None
 
+    def fill(whole: list[Any], values: Iterable[Any]) -> tuple[Any, ...]:
+        for i, value in zip(where, values):
+            whole[i] = value
+        return pytree.tree_unflatten(whole, structure)
 
-class _Call:
-    """A rule, its arguments with the places of the tensors among them, and, once it ran, the structure of its result."""
+    def mapped(info: Any, axes: Iterable[Any], tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+        nonlocal returned
+        flat, returned = pytree.tree_flatten(rule(info, fill([None] * len(leaves), axes), fill(list(leaves), tensors)))
+        return tuple(flat)
 
-    def __init__(self, rule: Stacked, leaves: list[Any], structure: Any, where: list[int]):
-        self.rule, self.leaves, self.structure, self.where = rule, leaves, structure, where
-        self.result: Any = None
-
-    def fill(self, leaves: list[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        for i, value in zip(self.where, values):
-            leaves[i] = value
-        return pytree.tree_unflatten(leaves, self.structure)
+    # autograd.Function alone lets one write a rule for vmap; only tensors may be its arguments
+    flat = _Stacked.apply(mapped, *(leaves[i] for i in where))
+    return pytree.tree_unflatten(list(flat), returned)
 
 
 class _Stacked(torch.autograd.Function):
     """One call with a rule of its own for `vmap`."""
 
     @staticmethod
-    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(mapped: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         raise RuntimeError("stacked_call needs tensors that are stacked by vmap, and found none")
 
     @staticmethod
@@ -134,11 +131,9 @@ class _Stacked(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: Tensor) -> tuple[Any, Any]:
-        axes = call.fill([None] * len(call.leaves), in_dims[1:])
-        arguments = call.fill(list(call.leaves), tensors)
-        flat, call.result = pytree.tree_flatten(call.rule(info, axes, arguments))
-        return tuple(flat), (0,) * len(flat)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], mapped: Any, *tensors: Tensor) -> tuple[Any, Any]:
+        flat = mapped(info, in_dims[1:], tensors)
+        return flat, (0,) * len(flat)
 
 
 def leading(tensor: Tensor, axis: int | None, size: int) -> Tensor:
@@ -148,16 +143,16 @@ def leading(tensor: Tensor, axis: int | None, size: int) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiling
-
 _serial = itertools.count()
 
 
 def compiled(function: Callable[..., Any], *, resident: bool) -> Callable[..., Any]:
     """`torch.compile` of a whole step; `resident` says that every call has the same shapes and objects, and leaves out the guards.
 
-    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each gets a
-    code object of its own, and with it a cache of its own.
+    Checking guards costs time at every call. Without them nothing would tell two steps apart that share their code, so each
+    gets a code object of its own, and with it a cache of its own.
     """
+    # dynamo keeps what it compiled by code object
     code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_serial)}")
     fresh = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     skip = getattr(torch.compiler, "skip_all_guards_unsafe", None) if resident else None

@@ -23,7 +23,6 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in its order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -35,7 +34,6 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 def index(tree: Any, where: Any) -> Any:
-    """Index the leading axis of each tensor of a tree."""
     return tree_map(lambda leaf: leaf[where], tree)
 
 
@@ -45,12 +43,10 @@ def unstack(tree: Any, count: int) -> list[Any]:
 
 
 def concatenate(trees: Sequence[Any]) -> Any:
-    """Join trees along their leading axes."""
     return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *trees)
 
 
 def clone(tree: Any) -> Any:
-    """A deep copy of the tensors of a tree."""
     return tree_map(lambda leaf: leaf.detach().clone(), tree)
 
 
@@ -62,17 +58,14 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def to(tree: Any, device: torch.device | str) -> Any:
-    """Move the tensors of a tree to a device."""
     return tree_map(lambda leaf: leaf.to(device), tree)
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes held by the tensors of a tree."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors(tree))
 
 
 def num_elements(weights: Mapping[str, Tensor]) -> int:
-    """Number of scalars in all tensors."""
     return sum(weight.numel() for weight in weights.values())
 
 
@@ -89,5 +82,4 @@ def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> Weights:
 
 
 def select(weights: Mapping[str, Tensor], names: Iterable[str]) -> Weights:
-    """The weights of these names, in that order."""
     return {name: weights[name] for name in names}

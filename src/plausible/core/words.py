@@ -1,8 +1,11 @@
-"""Numbers, shares and counts as text, the same everywhere."""
+"""Numbers, shares and counts as text, the same everywhere, and the logger that messages go to."""
 
 from __future__ import annotations
 
+import logging
 import math
+
+log = logging.getLogger("plausible")
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -16,9 +16,8 @@ from plausible.core import serialise
 from plausible.core.data import ArrayData, Batch, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
-from plausible.core.networks import Where
+from plausible.core.networks import Where, check_inputs
 from plausible.core.priors import Prior, as_prior
-from plausible.core.probing import check_inputs
 from plausible.core.weights import Weights
 from plausible.engine.checkpoint import Checkpoint
 from plausible.engine.method import Method

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.core.data import Batch, Data, StreamData, num_rows
+from plausible.core.data import Batch, Data, Estimator, StreamData, num_rows
 from plausible.core.model import Model
-from plausible.core.passes import Estimator
 from plausible.core.weights import Weights
 from plausible.engine.method import Plan, Run, Stage, Traits
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plausible.core.data import Batch, Data, num_rows
+from plausible.core.data import Batch, Data, accumulate, num_rows
 from plausible.core.model import Model
-from plausible.core.passes import accumulate
 from plausible.core.weights import clone, index, tree_map
 
 

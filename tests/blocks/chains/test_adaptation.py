@@ -10,8 +10,7 @@ import torch
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import DualAveraging, Warmup, first_step, moments_for, windows
 from plausible.blocks.chains.density import FunctionDensity, Point
-from plausible.blocks.chains.integrators import integrate
-from plausible.blocks.chains.masses import Dense, Diagonal, LowRank, metric_for, shrunk
+from plausible.blocks.chains.integrators import Dense, Diagonal, LowRank, integrate, metric_for, shrunk
 
 
 def test_windows_are_stans() -> None:

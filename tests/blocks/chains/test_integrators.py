@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Evaluation, FunctionDensity, Point
-from plausible.blocks.chains.integrators import SCHEMES, gradients, integrate, scheme_for, stability
-from plausible.blocks.chains.masses import Dense, Diagonal, Metric
+from plausible.blocks.chains.integrators import SCHEMES, Dense, Diagonal, Metric, gradients, integrate, scheme_for, stability
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 

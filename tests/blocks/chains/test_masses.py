@@ -6,18 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.masses import (
-    KINDS,
-    Dense,
-    Diagonal,
-    LowRank,
-    Metric,
-    dense_from,
-    diagonal_from,
-    low_rank_from,
-    metric_for,
-    shrunk,
-)
+from plausible.blocks.chains.adaptation import Covariances, Variances
+from plausible.blocks.chains.integrators import KINDS, Dense, Diagonal, LowRank, Metric, low_rank_from, metric_for, shrunk
 
 SIZE = 4
 
@@ -92,11 +82,14 @@ def test_shrinkage() -> None:
     matrix = torch.tensor([[2.0, 0.5], [0.5, 3.0]], dtype=torch.float64)
     torch.testing.assert_close(shrunk(matrix, 20.0), 20 / 25 * matrix + 1e-3 * 5 / 25 * torch.eye(2, dtype=torch.float64))
     torch.testing.assert_close(shrunk(matrix.diagonal(), 20.0), shrunk(matrix, 20.0).diagonal())
-    count = torch.tensor(3.0)
-    found = dense_from(torch.zeros(2, 2, dtype=torch.float64), count, torch.float32)  # no rank at all
+    count, nothing = torch.tensor(3.0), torch.zeros(1, 2, dtype=torch.float64)
+    found = Covariances(count, nothing, torch.zeros(2, 2, dtype=torch.float64)).metric(torch.float32)  # no rank at all
+    assert isinstance(found, Dense)
     assert found.factor.isfinite().all()
     assert found.covariance.dtype == torch.float32
-    assert float(diagonal_from(torch.zeros(2), count, torch.float32).inverse_mass[0]) == pytest.approx(5e-3 / 8)
+    diagonal = Variances(count, nothing, nothing).metric(torch.float32)
+    assert isinstance(diagonal, Diagonal)
+    assert float(diagonal.inverse_mass[0]) == pytest.approx(5e-3 / 8)
 
 
 @pytest.mark.parametrize("count", [12, 400])

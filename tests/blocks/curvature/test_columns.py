@@ -13,7 +13,7 @@ import plausible as pl
 from plausible.blocks.curvature import columns, losses
 from plausible.blocks.curvature.columns import Choice, Columns, Portions
 from plausible.blocks.curvature.estimating import Tally, estimate
-from plausible.blocks.curvature.output_fisher import Dense, Elementwise, OutputFisher, Softmax
+from plausible.blocks.curvature.losses import Dense, Elementwise, OutputFisher, Softmax
 from plausible.core.data import ArrayData, Batch, as_data, select_rows
 from plausible.core.model import Model
 

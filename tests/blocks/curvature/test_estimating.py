@@ -10,9 +10,8 @@ from torch import nn
 
 import plausible as pl
 from plausible.blocks.curvature.estimating import Tally, estimate, start
-from plausible.core.data import as_data
+from plausible.core.data import accumulate, as_data
 from plausible.core.model import Model
-from plausible.core.passes import accumulate
 
 SETTINGS: list[dict[str, Any]] = [
     *({"structure": structure} for structure in ("diag", "block", "kron", "ekfac", "full", "lowrank")),

@@ -171,7 +171,7 @@ def test_products_are_those_of_the_matrix(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_way_gives_the_same(way: products.Way, kind: Any) -> None:
+def test_every_way_gives_the_same(way: Any, kind: Any) -> None:
     model, weights, data = problem(*network("mlp"), weight=True)
     vectors = directions(model, weights)
     product = Product(model, weights, data, kind, chunk=4)
@@ -296,9 +296,9 @@ def test_memory_is_asked_for_beforehand(monkeypatch: pytest.MonkeyPatch) -> None
     assert choose_chunk(model, weights, data, 10) == N
     for chunk in (1, 3):
         free = 2 * forecast_bytes(model, kept, 10, chunk) + 8
-        monkeypatch.setattr(products, "available", lambda _, free=free: free)
+        monkeypatch.setattr("plausible.core.memory.available", lambda _, free=free: free)
         assert choose_chunk(model, weights, data, 10) == chunk
-    monkeypatch.setattr(products, "available", lambda _: forecast_bytes(model, kept, 10, 1) - 1)
+    monkeypatch.setattr("plausible.core.memory.available", lambda _: forecast_bytes(model, kept, 10, 1) - 1)
     with pytest.raises(MemoryError, match=r"with 10 vectors: about .* lower rank"):
         ggn_product(model, weights, data, directions(model, weights, 10))
 

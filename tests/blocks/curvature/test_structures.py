@@ -284,7 +284,7 @@ def test_what_cannot_fit_is_refused_before_the_work(monkeypatch: pytest.MonkeyPa
     from plausible.blocks.curvature import estimating
 
     model, data, _ = problem("perceptron")
-    monkeypatch.setattr(estimating, "available", lambda _: 1000)
+    monkeypatch.setattr("plausible.core.memory.available", lambda _: 1000)
     monkeypatch.setattr(estimating.Linearisation, "__call__", lambda *_: pytest.fail("the work began"))
     with pytest.raises(MemoryError, match="structure='full' needs about"):
         estimate(model, model.initial, data, structure="full")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plausible import likelihoods
 from plausible.blocks.chains.density import ModelDensity, Point
-from plausible.blocks.kernels import native_build as build
+from plausible.blocks.kernels import native_source as build
 from plausible.blocks.kernels.native import NativeDensity, native_density
 from plausible.core.data import ArrayData, Batch
 from plausible.core.model import Model

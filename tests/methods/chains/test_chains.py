@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
-from plausible.blocks.kernels import native_build
+from plausible.blocks.kernels import native_source
 from plausible.core.storage import DrawWriter
 
 SHORT: dict[str, Any] = {"draws": 6, "warmup": 4, "chains": 2, "leapfrogs": 3}
@@ -176,7 +176,7 @@ def test_words_for_numbers_are_refused(settings: dict[str, Any]) -> None:
 def test_a_cache_that_cannot_be_written_to(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setattr(native_build, "cache_folder", lambda: blocked)
+    monkeypatch.setattr(native_source, "cache_folder", lambda: blocked)
     posterior = pl.fit(net(), data(), pl.HMC(**SHORT), progress=False, compile=True)
     assert posterior.run["mode"] == "native"
 

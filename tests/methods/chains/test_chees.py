@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plausible.blocks.chains.density import FunctionDensity, Point, run
-from plausible.blocks.chains.masses import Diagonal
+from plausible.blocks.chains.integrators import Diagonal
 from plausible.methods.chains.chees import ChEES, criterion_slope, van_der_corput
 from tests.helpers.kernel_laws import gaussian, require_balance, require_invariance, require_moments, skewed
 

@@ -25,7 +25,7 @@ def skewed(q: Tensor) -> Tensor:
 def within_error(draws: Tensor, expected: Tensor | float, z: float = 5.0) -> None:
     """Means over draws `[draws, chains, …]` agree with what is expected, by standard errors from effective sizes."""
     chains = draws.reshape(*draws.shape[:2], -1).transpose(0, 1)
-    error = chains.reshape(-1, chains.shape[-1]).std(0) / diagnostics.ess(diagnostics._split(chains)).sqrt()
+    error = chains.reshape(-1, chains.shape[-1]).std(0) / diagnostics.ess_mean(chains).sqrt()
     gap = (chains.mean((0, 1)) - torch.as_tensor(expected, dtype=chains.dtype).reshape(-1)).abs()
     assert bool((gap < z * error).all()), (gap / error).tolist()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plausible.blocks.chains.density import FunctionDensity, run
-from plausible.blocks.chains.masses import Dense
+from plausible.blocks.chains.integrators import Dense
 from plausible.methods.chains.metropolis import Metropolis
 from tests.helpers.kernel_laws import gaussian, require_balance, require_invariance, require_moments, skewed
 

@@ -13,7 +13,7 @@ from plausible import likelihoods, priors
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.blocks.chains import trees
 from plausible.blocks.chains.density import Density, Evaluation, FunctionDensity, ModelDensity, Point, run
-from plausible.blocks.chains.masses import Dense, Diagonal, Metric
+from plausible.blocks.chains.integrators import Dense, Diagonal, Metric
 from plausible.blocks.chains.trees import explore, width
 from plausible.blocks.kernels.native import native_density
 from plausible.core.data import ArrayData, Batch

@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Evaluation, Point
-from plausible.blocks.chains.integrators import integrate
-from plausible.blocks.chains.masses import (
+from plausible.blocks.chains.integrators import (
+    Dense,
     Diagonal,
     Kind,
     Metric,
     check_metric,
-    dense_from,
-    diagonal_from,
+    integrate,
     low_rank_from,
     metric_for,
+    shrunk,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Step sizes
-
-
 SPEED, DELAY, FADING = 0.05, 10.0, 0.75  # γ, t₀, κ
 
 
@@ -49,14 +47,17 @@ class DualAveraging(NamedTuple):
         """From first step sizes `[chains]`; tries are drawn to ten times as much."""
         log_step = step.double().log()
         zero = torch.zeros_like(log_step)
+        # log 10: tries err on the bold side, since small steps cost more than a few rejections
         return cls(log_step, log_step.clone(), zero, log_step + 2.302585092994046, torch.zeros_like(log_step[..., 0]))
 
     def update(self, acceptance: Tensor, target: float) -> Self:
         """After a transition with these mean acceptance probabilities `[chains]`."""
         count = self.updates + 1
         weight = 1 / (count + DELAY)
+        # a divergence has no acceptance: NaN counts as 0
         error = (1 - weight) * self.error + weight * (target - acceptance.double().nan_to_num(0.0).clamp(0, 1))
         log_step = self.centre - error * count.sqrt() / SPEED
+        # late tries count more in the average: they are made near the answer
         fade = count.pow(-FADING)
         return self._replace(
             log_step=log_step, averaged=fade * log_step + (1 - fade) * self.averaged, error=error, updates=count
@@ -64,31 +65,23 @@ class DualAveraging(NamedTuple):
 
     @property
     def step(self) -> Tensor:
-        """The step sizes to try next: `[chains]`."""
         return self.log_step.exp()
 
     @property
     def final(self) -> Tensor:
-        """The step sizes that were found: `[chains]`."""
         return self.averaged.exp()
 
 
 def first_step(
-    density: Density,
-    metric: Metric,
-    position: Tensor,
-    found: Evaluation,
-    noise: Tensor,
-    start: Tensor,
-    scheme: str = "leapfrog",
+    density: Density, metric: Metric, position: Tensor, here: Evaluation, noise: Tensor, start: Tensor, scheme: str = "leapfrog"
 ) -> Tensor:
     """Step sizes `[chains]` at which one step is accepted with a probability of about 0.8 (Hoffman and Gelman 2014).
 
     Each chain's is doubled or halved from `start` until its acceptance crosses 0.8, all chains together, with momenta from the
-    standard normals `noise` `[chains, P]`. `found` is the density at `position`. Cost: one gradient for each doubling.
+    standard normals `noise` `[chains, P]`. `here` is the density at `position`. Cost: one gradient for each doubling.
     """
-    point = Point(position, metric.momentum(noise), *found)
-    energy = metric.kinetic(point.momentum) - density.value(found.log_likelihood, found.log_prior)
+    point = Point(position, metric.momentum(noise), *here)
+    energy = metric.kinetic(point.momentum) - density.value(here.log_likelihood, here.log_prior)
 
     def accepted(step: Tensor) -> Tensor:
         end = integrate(density, metric, point, step, 1, scheme)
@@ -103,6 +96,7 @@ def first_step(
         tried = torch.where(searching, step * factor, step)
         crossed = accepted(tried) != growing
         # a growing step stops below the crossing, a shrinking one behind it
+        # all chains search together, so that each doubling is one batched gradient
         step = torch.where(searching & (~crossed | ~growing), tried, step)
         searching = searching & ~crossed & (step < 1e6)
         if not bool(searching.any()):
@@ -112,8 +106,6 @@ def first_step(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Windows
-
-
 class Windows(NamedTuple):
     """Transitions whose draws count for masses, from `first` on, and those after which masses are set: `ends`."""
 
@@ -124,12 +116,13 @@ class Windows(NamedTuple):
 def windows(warmup: int, before: int = 75, window: int = 25, after: int = 50) -> Windows:
     """Stan's: 75 transitions for the steps alone, windows of 25, 50, 100, … for masses, 50 for the steps again.
 
-    The last window takes what would not fill another twice its length. Warm-ups shorter than 150 are divided 15 : 75 : 10, those
-    below 20 leave masses alone. For 1000: windows end after transitions 99, 149, 249, 449 and 949.
+    The last window takes what would not fill another twice its length. Warm-ups shorter than 150 are divided 15 : 75 : 10,
+    those below 20 leave masses alone. For 1000: windows end after transitions 99, 149, 249, 449 and 949.
     """
     if warmup < 20:
         return Windows(warmup, ())
     if before + window + after > warmup:
+        # Stan's shares where the warm-up is short
         before, after = int(0.15 * warmup), int(0.1 * warmup)
         window = warmup - before - after
     last = warmup - after - 1
@@ -137,31 +130,34 @@ def windows(warmup: int, before: int = 75, window: int = 25, after: int = 50) ->
     while ends[-1] < last:
         window *= 2
         end = ends[-1] + window
+        # no short window at the end: few draws would set the masses that stay
         ends.append(last if end == last or end + 2 * window >= warmup - after else end)
     return Windows(before, tuple(ends))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Moments of the draws of a window
+def _joined(count: Tensor, mean: Tensor, squares: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squares around it with one more value, the `count`-th (Welford 1962)."""
+    delta = value.double() - mean
+    mean = mean + delta / count
+    return mean, squares + delta * (value.double() - mean)
 
 
 class Variances(NamedTuple):
-    """Running means and sums of squares around them of each chain (Welford 1962): a count, `[chains, P]` twice, float64."""
+    """Running means and sums of squares around them of each chain: a count, `[chains, P]` twice, float64."""
 
     count: Tensor  # type: ignore[assignment]
     mean: Tensor
     squares: Tensor
 
     def add(self, position: Tensor, gradient: Tensor) -> Self:  # noqa: ARG002
-        """With one more draw of each chain."""
-        count, delta = self.count + 1, position.double() - self.mean
-        mean = self.mean + delta / count
-        return self._replace(count=count, mean=mean, squares=self.squares + delta * (position.double() - mean))
+        count = self.count + 1
+        return type(self)(count, *_joined(count, self.mean, self.squares, position))
 
     def metric(self, dtype: torch.dtype) -> Metric:
-        """From the mean over chains of their own variances."""
-        chains = len(self.mean)
-        return diagonal_from(self.squares.mean(0) / (self.count - 1).clamp(min=1), self.count * chains, dtype)
+        variance = self.squares.mean(0) / (self.count - 1).clamp(min=1)
+        return Diagonal(shrunk(variance, self.count * len(self.mean)).to(dtype))
 
 
 Slope = Literal["none", "each", "pooled"]  # masses from draws alone; from gradients too, by chain or for all
@@ -183,17 +179,9 @@ class Slopes(NamedTuple):
     pooled: Tensor
 
     def add(self, position: Tensor, gradient: Tensor) -> Self:
-        """With one more draw of each chain."""
-        count, delta, turn = self.count + 1, position.double() - self.mean, gradient.double() - self.slope
-        mean, slope = self.mean + delta / count, self.slope + turn / count
-        return type(self)(
-            count,
-            mean,
-            self.squares + delta * (position.double() - mean),
-            slope,
-            self.slope_squares + turn * (gradient.double() - slope),
-            self.pooled,
-        )
+        count = self.count + 1
+        wide = _joined(count, self.mean, self.squares, position)
+        return type(self)(count, *wide, *_joined(count, self.slope, self.slope_squares, gradient), self.pooled)
 
     def metric(self, dtype: torch.dtype) -> Metric:
         """Inverse masses √(Var q / Var ∇), `[chains, P]` or `[P]` (Seyboldt, Carlson and Carpenter 2024)."""
@@ -203,6 +191,7 @@ class Slopes(NamedTuple):
         """Those of so many groups of neighbouring chains, from the mean variances of each: `[groups, P]`."""
         wide, steep = (part.unflatten(0, (groups, -1)).mean(1) for part in (self.squares, self.slope_squares))
         tiny = 1e-20 * self.count
+        # a weight that never moved, or has no slope, keeps a mass of about 1
         return ((wide + tiny) / (steep + tiny)).sqrt().clamp(1e-10, 1e10).to(dtype)
 
 
@@ -214,16 +203,16 @@ class Covariances(NamedTuple):
     products: Tensor
 
     def add(self, position: Tensor, gradient: Tensor) -> Self:  # noqa: ARG002
-        """With one more draw of each chain. Cost: chains · P²."""
         count, delta = self.count + 1, position.double() - self.mean
         mean = self.mean + delta / count
         return self._replace(count=count, mean=mean, products=self.products + delta.mT @ (position.double() - mean))
 
     def metric(self, dtype: torch.dtype) -> Metric:
-        """From the mean over chains of their own covariances."""
         chains = len(self.mean)
         pooled = self.products / (chains * (self.count - 1).clamp(min=1))
-        return dense_from(pooled, self.count * chains, dtype)
+        # few draws leave it without full rank; shrunk and in float64 it has a factor
+        covariance = shrunk(0.5 * (pooled + pooled.mT), self.count * chains).double()
+        return Dense(covariance.to(dtype), torch.linalg.cholesky(covariance).to(dtype))
 
 
 class Recent(NamedTuple):
@@ -236,12 +225,12 @@ class Recent(NamedTuple):
 
     def add(self, position: Tensor, gradient: Tensor) -> Self:
         """With one more draw of each chain, in place of the oldest. In place: the buffers are the state's own."""
+        # a ring: the state has one size, whatever the length of a window
         place = int(self.count) % len(self.positions)
         self.positions[place], self.gradients[place] = position, gradient
         return self._replace(count=self.count + 1)
 
     def metric(self, dtype: torch.dtype) -> Metric:
-        """Diagonal plus low rank, by draws and gradients around each chain's means."""
         there = min(int(self.count), len(self.positions))
         wide, steep = ((x[:there] - x[:there].mean(0)).flatten(0, 1) for x in (self.positions, self.gradients))
         return low_rank_from(wide, steep, len(self.rank), dtype)
@@ -257,21 +246,20 @@ def moments_for(kind: Kind, position: Tensor, rank: int = 10, slopes: Slope = "n
     if kind == "dense":
         return Covariances(zero, zero.new_zeros(chains, size), zero.new_zeros(size, size))
     if kind == "lowrank":
+        # about 256 draws in all: enough for a few directions, little memory
         length = max(16, -(-256 // chains))
         recent = position.new_zeros(length, chains, size)
         return Recent(zero, recent, recent.clone(), zero.new_zeros(min(rank, size)))
+    # nothing is learned: empty tensors keep the tree's structure
     size = 0 if kind == "unit" else size
     if slopes != "none" and kind == "diag":
-        pooled = torch.full_like(zero, slopes == "pooled")
-        wide, steep = zero.new_zeros(2, chains, size), zero.new_zeros(2, chains, size)
-        return Slopes(zero, wide[0], wide[1].clone(), steep[0].clone(), steep[1].clone(), pooled)
+        a, b, c, d = (zero.new_zeros(chains, size) for _ in range(4))
+        return Slopes(zero, a, b, c, d, torch.full_like(zero, slopes == "pooled"))
     return Variances(zero, zero.new_zeros(chains, size), zero.new_zeros(chains, size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Both
-
-
 @dataclass(frozen=True)
 class Warmup:
     """How a kernel adapts: over `length` transitions, to acceptance `target`, with masses of a `metric` kind of at most `rank`.
@@ -308,6 +296,7 @@ def begin(warmup: Warmup, position: Tensor, step: Tensor | float) -> Adaptation:
     chains = len(position)
     steps = torch.as_tensor(step, dtype=torch.float64, device=position.device).expand(chains).clone()
     metric = metric_for(warmup.metric, position, warmup.rank)
+    # with an axis of chains from the start, so that the state never changes its shapes
     if warmup.slopes == "each" and warmup.metric == "diag":
         metric = Diagonal(torch.ones_like(position))
     moments = moments_for(warmup.metric, position, warmup.rank, warmup.slopes)
@@ -339,25 +328,7 @@ def update(
         if number in ends and int(moments.count) > 1:
             metric = moments.metric(position.dtype)
             moments = moments_for(warmup.metric, position, warmup.rank, warmup.slopes)
+            # steps of the old metric say little about the new one
             averaging = DualAveraging.begin(averaging.final if find is None else find(metric, averaging.final))
     step = averaging.final if number == warmup.length - 1 else averaging.step
     return Adaptation(step, metric, averaging, moments)
-
-
-__all__ = [
-    "Adaptation",
-    "Covariances",
-    "DualAveraging",
-    "Find",
-    "Moments",
-    "Recent",
-    "Slopes",
-    "Variances",
-    "Warmup",
-    "Windows",
-    "begin",
-    "first_step",
-    "moments_for",
-    "update",
-    "windows",
-]

@@ -6,8 +6,8 @@ leapfrog is captured, with its buffers, and replayed: nothing crosses the bus al
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,8 +18,8 @@ from plausible.core import weights as tree
 from plausible.core.data import ArrayData
 from plausible.core.transforms import compiled
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
 BLOCK = 8
 NATIVE_FROM = 2_000  # gradients from which building native code or a kernel pays
 COMPILE_FROM = 100_000  # and from which compiling what is captured does
@@ -31,17 +31,13 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
     fixed = {name: model.initial[name] for name in model.points}
     closed = model.prior.precision if not fixed else None
 
-    def one(weights: Weights) -> tuple[Tensor, Tensor]:
-        likelihood = density._sum(weights, batch)
-        return likelihood, likelihood
-
-    def prior_of(weights: Weights) -> tuple[Tensor, Tensor]:
+    def prior_of(weights: Weights) -> Tensor:
         named = {name: value.double() for name, value in {**fixed, **weights}.items()}
-        value = model.prior.log_prob({name: named[name] for name in model.initial})
-        return value, value
+        return model.prior.log_prob({name: named[name] for name in model.initial})
 
     named = density.named(position)
-    grads, (likelihood, _) = torch.func.vmap(torch.func.grad_and_value(one, has_aux=True))(named)
+    grads, likelihood = torch.func.vmap(torch.func.grad_and_value(partial(density._sum, batch=batch)))(named)
+    # torch.func here, autograd elsewhere: only the first can be traced as a whole
     gradient = tree.flatten(grads, batch_dims=1)
     if precision is not None:
         prior, slope = gaussian(position, precision), -precision * position
@@ -49,15 +45,9 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
         square = position.double().square().sum(-1)
         prior, slope = density.prior_constant - 0.5 * closed * square, -closed * position
     else:
-        grads, (prior, _) = torch.func.vmap(torch.func.grad_and_value(prior_of, has_aux=True))(named)
+        grads, prior = torch.func.vmap(torch.func.grad_and_value(prior_of))(named)
         slope = tree.flatten(grads, batch_dims=1)
-    if beta is not None:
-        gradient = beta.unsqueeze(-1).to(gradient.dtype) * gradient
-    scale = 1.0 / model.temperature
-    total = gradient + slope
-    if scale == 1.0:
-        return Evaluation(likelihood, prior, total)
-    return Evaluation(likelihood * scale, prior * scale, total * scale)
+    return density._joined(likelihood, gradient, prior, slope, beta)
 
 
 def drift_and_kick(
@@ -65,22 +55,23 @@ def drift_and_kick(
 ) -> tuple[Tensor, Tensor, Evaluation]:
     """A leapfrog whose momentum is half a step ahead: q ← q + εM⁻¹p, p ← p + ε∇ log π(q)."""
     position = position + moved * momentum
-    found = traced(density, position, beta, precision)
-    return position, momentum + size * found.gradient, found
+    there = traced(density, position, beta, precision)
+    return position, momentum + size * there.gradient, there
 
 
 class CompiledDensity(ModelDensity):
     """A `ModelDensity` whose leapfrogs run in compiled blocks, always with all rows (missing ones are padded)."""
 
     programs: dict[Any, Any]
+    inner: bool = False  # whether what is captured was compiled before
 
     @classmethod
     def of(cls, density: ModelDensity) -> Self:
-        """The same density, compiled when first used."""
-        found = cls.__new__(cls)
-        found.__dict__.update(density.__dict__)
-        found.programs = {}
-        return found
+        # everything is known already: the constructor would probe the network again
+        made = cls.__new__(cls)
+        made.__dict__.update(density.__dict__)
+        made.programs = {}
+        return made
 
     def _program(self, count: int, keep: bool, parts: tuple[bool, bool, bool]) -> Any:
         if (count, keep, parts) not in self.programs:
@@ -88,8 +79,8 @@ class CompiledDensity(ModelDensity):
             def block(q: Tensor, p: Tensor, size: Tensor, moved: Tensor, beta: Any, precision: Any) -> Any:
                 path = []
                 for _ in range(count):
-                    q, p, found = drift_and_kick(self, q, p, size, moved, beta, precision)
-                    path.append(Point(q, p - 0.5 * size * found.gradient, *found))
+                    q, p, there = drift_and_kick(self, q, p, size, moved, beta, precision)
+                    path.append(Point(q, p - 0.5 * size * there.gradient, *there))
                 if keep:
                     return q, p, tuple(torch.stack(part, dim=1) for part in zip(*path))
                 return q, p, tuple(path[-1])
@@ -98,7 +89,6 @@ class CompiledDensity(ModelDensity):
         return self.programs[count, keep, parts]
 
     def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
-        """In blocks of `BLOCK`, then one by one."""
         rows = len(point.position)
         size = self._padded(step.unsqueeze(-1).to(self.dtype), rows)
         moved = size * (self._padded(inverse_mass, rows) if inverse_mass.ndim > 1 else inverse_mass)
@@ -109,9 +99,10 @@ class CompiledDensity(ModelDensity):
         parts = (beta is not None, precision is not None, keep)
         pieces, left = [], count
         while left:
+            # two programs serve every count; a program for each would be compiled each time
             now = BLOCK if left >= BLOCK else 1
-            position, momentum, found = self._program(now, keep, parts)(position, momentum, size, moved, beta, precision)
-            pieces.append(found)
+            position, momentum, piece = self._program(now, keep, parts)(position, momentum, size, moved, beta, precision)
+            pieces.append(piece)
             left -= now
         if not keep:
             return Point(*(value[:rows] for value in pieces[-1]))
@@ -121,40 +112,25 @@ class CompiledDensity(ModelDensity):
     def _padded(self, value: Tensor, rows: int) -> Tensor:
         if rows == self.chains or len(value) != rows:
             return value.contiguous()
+        # one shape for all calls: trees drop rows, and another shape is another compilation
         return torch.cat([value, value[:1].expand(self.chains - rows, *value.shape[1:])])
 
 
 class CapturedDensity(CompiledDensity):
     """A `ModelDensity` on a GPU, one leapfrog of which is captured in a CUDA graph and replayed."""
 
-    inner: bool = False  # whether what is captured was compiled before
-
     def _graph(self, parts: tuple[bool, bool]) -> tuple[Any, dict[str, Tensor]]:
         if parts not in self.programs:
             like = torch.zeros(self.chains, self.size, dtype=self.dtype, device=self.device)
-            buffers = {
-                "position": like.clone(),
-                "momentum": like.clone(),
-                "size": like[:, :1].clone(),
-                "moved": like.clone(),
-                "beta": like[:, 0].clone(),
-                "precision": like.clone() + 1.0,
-                "gradient": like.clone(),
-                "log_likelihood": like.new_zeros(self.chains, dtype=torch.float64),
-                "log_prior": like.new_zeros(self.chains, dtype=torch.float64),
-            }
+            buffers = {name: like.clone() for name in ("position", "momentum", "moved", "gradient")}
+            buffers |= {"size": like[:, :1].clone(), "beta": like[:, 0].clone(), "precision": like.clone() + 1.0}
+            for name in ("log_likelihood", "log_prior"):
+                buffers[name] = like.new_zeros(self.chains, dtype=torch.float64)
 
             def body(b: dict[str, Tensor]) -> None:
-                q, p, found = drift_and_kick(
-                    self,
-                    b["position"],
-                    b["momentum"],
-                    b["size"],
-                    b["moved"],
-                    b["beta"] if parts[0] else None,
-                    b["precision"] if parts[1] else None,
-                )
-                for name, value in (("position", q), ("momentum", p), *found._asdict().items()):
+                beta, precision = b["beta"] if parts[0] else None, b["precision"] if parts[1] else None
+                q, p, there = drift_and_kick(self, b["position"], b["momentum"], b["size"], b["moved"], beta, precision)
+                for name, value in (("position", q), ("momentum", p), *there._asdict().items()):
                     b[name].copy_(value)
 
             self.programs[parts] = (self._capture(compiled(body, resident=True) if self.inner else body, buffers), buffers)
@@ -162,10 +138,12 @@ class CapturedDensity(CompiledDensity):
 
     def _capture(self, run: Callable[[dict[str, Tensor]], None], buffers: dict[str, Tensor]) -> Any:
         """One call as a CUDA graph, after three on the side that leave nothing to be set up."""
+        # CUDA wants warm-ups off the main stream before a capture
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad():
             with torch.cuda.stream(stream):
+                # cuBLAS and the allocator set themselves up in the first calls, which cannot be captured
                 for _ in range(3):
                     run(buffers)
             torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -176,10 +154,10 @@ class CapturedDensity(CompiledDensity):
         return graph
 
     def leapfrogs(self, point: Point, step: Tensor, inverse_mass: Tensor, count: int, *, keep: bool = False) -> Point:
-        """Replayed; a path is copied out step by step."""
         graph, b = self._graph((self.beta is not None, self.precision is not None))
         rows = len(point.position)
         size = step.unsqueeze(-1).to(self.dtype)
+        # a graph has fixed addresses: arguments are copied to where it reads them
         b["size"][:rows].copy_(size)
         b["moved"][:rows].copy_(size * inverse_mass)
         b["position"][:rows].copy_(point.position)
@@ -197,27 +175,16 @@ class CapturedDensity(CompiledDensity):
 
     @staticmethod
     def _read(b: dict[str, Tensor], rows: int) -> Point:
-        momentum = b["momentum"] - 0.5 * b["size"] * b["gradient"]
-        return Point(
-            b["position"][:rows].clone(),
-            momentum[:rows],
-            b["log_likelihood"][:rows].clone(),
-            b["log_prior"][:rows].clone(),
-            b["gradient"][:rows].clone(),
-        )
-
-
-def can_trace(density: ModelDensity) -> bool:
-    """Whether all data are resident and evaluated at once, by vmap."""
-    resident = isinstance(density.data, ArrayData) and density.chunk >= density.data.num_data
-    return resident and density.notes["stackable"]
+        momentum = b["momentum"] - 0.5 * b["size"] * b["gradient"]  # back from half a step ahead
+        position, *rest = (b[name][:rows].clone() for name in ("position", "log_likelihood", "log_prior", "gradient"))
+        return Point(position, momentum[:rows], *rest)
 
 
 def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensity, str]:
     """The fastest form of a density that pays for about so many gradients, and its name; decided without a clock.
 
-    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by inductor,
-    where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
+    "native": C++ for perceptrons on a CPU, built in seconds. "fused": a kernel for perceptrons on a GPU. "compiled": by
+    inductor, where it is asked for. "captured": a CUDA graph. "eager" otherwise, and where nothing else is possible.
     """
     if wish is False:
         return density, "eager"
@@ -231,26 +198,25 @@ def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensi
 
         if (native := native_density(density)) is not None:
             return native, "native"
-    if not can_trace(density) or (density.device.type == "cpu" and wish is not True):
+    whole = isinstance(density.data, ArrayData) and density.chunk >= density.data.num_data and density.notes["stackable"]
+    if not whole or (density.device.type == "cpu" and wish is not True):
         return density, "eager"
-    kind = CapturedDensity if density.device.type == "cuda" else CompiledDensity
-    found = kind.of(density)
-    if isinstance(found, CapturedDensity):
-        found.inner = wish is True or gradients >= COMPILE_FROM
-    if not _runs(found, density):
-        return density, "eager"
-    return found, "captured" if isinstance(found, CapturedDensity) else "compiled"
+    kind = "captured" if density.device.type == "cuda" else "compiled"
+    quick = (CapturedDensity if kind == "captured" else CompiledDensity).of(density)
+    quick.inner = wish is True or gradients >= COMPILE_FROM
+    return (quick, kind) if _runs(quick, density) else (density, "eager")
 
 
-def _runs(found: ModelDensity, density: ModelDensity) -> bool:
+def _runs(quick: ModelDensity, density: ModelDensity) -> bool:
     """Whether a leapfrog of no length works; a warning where it does not."""
     try:
         q = torch.zeros(density.chains, density.size, dtype=density.dtype, device=density.device)
         with torch.no_grad():
+            # of no length, so that nothing moves and any failure is that of the build
             at = density.evaluate(q)
-            found.leapfrogs(Point(q, q, *at), torch.zeros(len(q), device=q.device), torch.ones_like(q[0]), 1)
+            quick.leapfrogs(Point(q, q, *at), torch.zeros(len(q), device=q.device), torch.ones_like(q[0]), 1)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        log.warning("%s leapfrogs could not be built (%s): others are taken", type(found).__name__, reason)
+        log.warning("%s leapfrogs could not be built (%s): others are taken", type(quick).__name__, reason)
         return False
     return True

@@ -1,12 +1,12 @@
 """Convergence of chains: rank-normalised split R̂, effective sample sizes, Monte Carlo standard errors, E-BFMI.
 
-All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they run
-on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no effective
-sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all quantities,
-which is what a reader needs first; `posteriors.diagnostics.summary_table` has a row for each.
+All functions take draws [chains, draws, quantities] and return one number per quantity, those that Stan and arviz give; they
+run on any device, over parts of the quantities, so that memory stays bounded. A quantity that never moves has no R̂ and no
+effective sample size, and one that is not finite somewhere has none either: both are NaN. `summarise` gives the worst over all
+quantities, which is what a reader needs first; `posteriors.diagnostics.summary_table` has a row for each.
 
-Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for assessing
-convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.
+Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved R̂ for
+assessing convergence of MCMC, Bayesian Analysis 16; Betancourt (2016), Diagnosing suboptimal cotangent disintegrations in HMC.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from torch import Tensor
 
 from plausible.core.special import double
 
-PART = 2**20
-"""Numbers that one part of the quantities has at most."""
-LIMIT = 2000
-"""Quantities over which `summarise` takes the worst at most."""
+PART = 2**20  # numbers that one part of the quantities has at most
+LIMIT = 2000  # quantities over which `summarise` takes the worst at most
 
 
 def _parts(chains: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -52,14 +50,11 @@ def _by_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Over values [quantities, chains, draws]
-
-
 def _varies(values: Tensor) -> Tensor:
     return values.amax((1, 2)) > values.amin((1, 2))
 
 
 def _halves(values: Tensor) -> Tensor:
-    """Each chain in two: [quantities, 2·chains, draws // 2]."""
     half = values.shape[2] // 2
     return torch.cat([values[..., :half], values[..., values.shape[2] - half :]], 1)
 
@@ -67,8 +62,8 @@ def _halves(values: Tensor) -> Tensor:
 def _ordered(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Rows sorted, and the order; by NumPy on the CPU, which is ten times faster there."""
     if flat.device.type != "cpu":
-        found = flat.sort(dim=1)
-        return found.values, found.indices
+        rising = flat.sort(dim=1)
+        return rising.values, rising.indices
     order = torch.from_numpy(flat.numpy().argsort(axis=1))
     return flat.gather(1, order), order
 
@@ -94,14 +89,14 @@ def _rank_normalise(values: Tensor) -> Tensor:
 
 def _quantiles(values: Tensor, *levels: float) -> list[Tensor]:
     """Quantiles over all chains together, by linear interpolation: [quantities, 1, 1] each."""
-    flat = values.flatten(1)
+    flat = values.flatten(1)  # NumPy sorts ten times faster on the CPU
     ordered = torch.from_numpy(np.sort(flat.numpy(), axis=1)) if flat.device.type == "cpu" else flat.sort(dim=1).values
-    found = []
+    quantiles = []
     for level in levels:
         low, part = divmod(level * (ordered.shape[1] - 1), 1)
         below, above = ordered[:, int(low)], ordered[:, min(int(low) + 1, ordered.shape[1] - 1)]
-        found.append(((1 - part) * below + part * above)[:, None, None])
-    return found
+        quantiles.append(((1 - part) * below + part * above)[:, None, None])
+    return quantiles
 
 
 def _rhat(values: Tensor) -> Tensor:
@@ -115,17 +110,9 @@ def _rhat(values: Tensor) -> Tensor:
 
 def _worse_rhat(split: Tensor, scores: Tensor) -> Tensor:
     """Of split chains and their normal scores: for location and, folded around the median, for scale."""
+    # chains of equal location and different spread have an R̂ of 1 without this
     folded = (split - _quantiles(split, 0.5)[0]).abs()
     return torch.fmax(_rhat(scores), _rhat(_rank_normalise(folded)))
-
-
-def _autocovariance(values: Tensor) -> Tensor:
-    """Autocovariances along the draws by FFT, divided by their number, averaged over chains: [quantities, draws]."""
-    draws = values.shape[2]
-    length = 1 << (2 * draws - 1).bit_length()
-    spectrum = torch.fft.rfft(values - values.mean(2, keepdim=True), n=length, dim=2)
-    power = (spectrum.real.square() + spectrum.imag.square()).mean(1)
-    return torch.fft.irfft(power, n=length, dim=1)[:, :draws] / draws
 
 
 def _size(values: Tensor) -> Tensor:
@@ -136,7 +123,11 @@ def _size(values: Tensor) -> Tensor:
     _, count, draws = values.shape
     if draws < 2:
         return values.new_full(values.shape[:1], torch.nan)
-    covariance = _autocovariance(values)
+    # autocovariances by FFT, padded to twice the length or they would wrap around; powers of two are fastest
+    length = 1 << (2 * draws - 1).bit_length()
+    spectrum = torch.fft.rfft(values - values.mean(2, keepdim=True), n=length, dim=2)
+    power = (spectrum.real.square() + spectrum.imag.square()).mean(1)
+    covariance = torch.fft.irfft(power, n=length, dim=1)[:, :draws] / draws
     within = covariance[:, :1] * draws / (draws - 1)
     total = covariance[:, :1]
     if count > 1:
@@ -146,44 +137,29 @@ def _size(values: Tensor) -> Tensor:
     last = max(0, (draws - 3) // 2)
     even = correlation[:, : 2 * last + 1 : 2]
     pairs = even + correlation[:, 1 : 2 * last + 2 : 2]
+    # 1 until the first pair that is not positive
     going = (pairs > 0).to(pairs.dtype).cumprod(1)
     going[:, last] = 0.0
     end = going.sum(1, keepdim=True).long()
     stray = even.gather(1, end)[:, 0]
     stray = torch.where((stray > 0) | (pairs.gather(1, end)[:, 0] >= 0), stray, 0.0)
+    # monotone: a noisy tail cannot rise again
     time = 2 * (pairs.cummin(1).values * going).sum(1) + stray - 1
+    # antithetic chains may beat independent draws, but no estimate is trusted beyond N log₁₀ N
     return count * draws / time.clamp(min=1 / math.log10(max(10, count * draws)))
 
 
 def _quantile_sizes(values: Tensor, *levels: float) -> list[Tensor]:
     """Those of the indicators of being below quantiles; all draws where one does not vary."""
-    found = []
+    sizes = []
     for quantile in _quantiles(values, *levels):
         below = _halves((values <= quantile).to(values.dtype))
-        found.append(torch.where(_varies(below), _size(below), float(below.shape[1] * below.shape[2])))
-    return found
-
-
-def _deviation(values: Tensor) -> Tensor:
-    return values.flatten(1).std(dim=1, unbiased=True)
-
-
-def _beta_quantile(a: Tensor, b: Tensor, probability: float) -> Tensor:
-    """The x with I_x(a, b) = probability."""
-    x = scipy.special.betaincinv(a.cpu().double().numpy(), b.cpu().double().numpy(), probability)
-    return torch.as_tensor(x, dtype=a.dtype, device=a.device)
+        sizes.append(torch.where(_varies(below), _size(below), float(below.shape[1] * below.shape[2])))
+    return sizes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Over chains [chains, draws, quantities]
-
-
-def _split(chains: Tensor) -> Tensor:
-    """Each chain in two halves: [2·chains, draws // 2, quantities]."""
-    half = chains.shape[1] // 2
-    return torch.cat([chains[:, :half], chains[:, chains.shape[1] - half :]])
-
-
 @_by_parts
 def rhat(values: Tensor) -> Tensor:
     """The larger of rank-normalised split R̂ and its folded version (for scale); above 1.01 look twice. [quantities].
@@ -215,12 +191,6 @@ def ess_bulk(values: Tensor) -> Tensor:
 
 
 @_by_parts
-def ess_quantile(values: Tensor, level: float) -> Tensor:
-    """Effective sample size of a quantile: that of the indicator of lying below it."""
-    return _quantile_sizes(values, _checked(level))[0]
-
-
-@_by_parts
 def ess_tail(values: Tensor) -> Tensor:
     """The smaller effective sample size of the 5 % and the 95 % quantile: for intervals."""
     return torch.minimum(*_quantile_sizes(values, 0.05, 0.95))
@@ -229,7 +199,7 @@ def ess_tail(values: Tensor) -> Tensor:
 @_by_parts
 def mcse(values: Tensor) -> Tensor:
     """sd/√ESS, the Monte Carlo standard error of the posterior mean. [quantities]."""
-    return _deviation(values) / _size(_halves(values)).sqrt()
+    return values.flatten(1).std(dim=1, unbiased=True) / _size(_halves(values)).sqrt()
 
 
 @_by_parts
@@ -247,19 +217,16 @@ def mcse_quantile(values: Tensor, level: float) -> Tensor:
     The share of draws below the quantile is Beta(ESS·level + 1, ESS·(1 − level) + 1); its 16 % and 84 % quantiles, times the
     number of draws, are the places of the two.
     """
-    size = _quantile_sizes(values, _checked(level))[0]
-    ordered, _ = _ordered(values.flatten(1))
-    count = ordered.shape[1]
-    a, b = size * level + 1, size * (1 - level) + 1
-    low = (_beta_quantile(a, b, 0.1586553) * count - 1).floor().clamp(min=0).long()
-    high = (_beta_quantile(a, b, 0.8413447) * count - 1).ceil().clamp(max=count - 1).long()
-    return (ordered.gather(1, high[:, None]) - ordered.gather(1, low[:, None]))[:, 0] / 2
-
-
-def _checked(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level!r}")
-    return level
+    size = _quantile_sizes(values, level)[0]
+    ordered, _ = _ordered(values.flatten(1))
+    count = ordered.shape[1]
+    a, b = ((size * share + 1).cpu().double().numpy() for share in (level, 1 - level))
+    shares = (torch.as_tensor(scipy.special.betaincinv(a, b, p)).to(size) for p in (0.1586553, 0.8413447))
+    below, above = (share * count - 1 for share in shares)
+    low, high = below.floor().clamp(min=0).long(), above.ceil().clamp(max=count - 1).long()
+    return (ordered.gather(1, high[:, None]) - ordered.gather(1, low[:, None]))[:, 0] / 2
 
 
 def ebfmi(energy: Tensor, change: Tensor | None = None) -> Tensor:
@@ -275,8 +242,8 @@ def ebfmi(energy: Tensor, change: Tensor | None = None) -> Tensor:
         raise ValueError(f"change must have the shape of energy, {list(energy.shape)}, got {list(change.shape)}")
     values = double(energy)[0]
     changes = values.diff(dim=1) if change is None else double(change)[0]
-    found = changes.square().mean(1) / values.var(dim=1, unbiased=True)
-    return torch.where(values.amax(1) > values.amin(1), found, torch.nan)
+    ratio = changes.square().mean(1) / values.var(dim=1, unbiased=True)
+    return torch.where(values.amax(1) > values.amin(1), ratio, torch.nan)
 
 
 def summary(chains: Tensor) -> dict[str, Tensor]:
@@ -284,29 +251,28 @@ def summary(chains: Tensor) -> dict[str, Tensor]:
 
     The same as the functions of these names, with the sorting shared. A quantity that does not move has a mean and no spread.
     """
-    found: dict[str, list[Tensor]] = {}
+    columns: dict[str, list[Tensor]] = {}
     for values, good in _parts(chains):
-        own = {"mean": values.mean((1, 2)), "sd": torch.where(good, _deviation(values), 0.0)}
+        deviation = values.flatten(1).std(dim=1, unbiased=True)
+        row = {"mean": values.mean((1, 2)), "sd": torch.where(good, deviation, 0.0)}
         if values.shape[2] >= 4:
             split = _halves(values)
             scores = _rank_normalise(split)
-            own |= {
-                "mcse": own["sd"] / _size(split).sqrt(),
+            row |= {
+                "mcse": row["sd"] / _size(split).sqrt(),
                 "ess_bulk": _size(scores),
                 "ess_tail": torch.minimum(*_quantile_sizes(values, 0.05, 0.95)),
                 "rhat": _worse_rhat(split, scores),
             }
         for name in ("mean", "sd", "mcse", "ess_bulk", "ess_tail", "rhat"):
-            value = own.get(name, torch.full_like(own["mean"], torch.nan))
-            found.setdefault(name, []).append(value if name in ("mean", "sd") else torch.where(good, value, torch.nan))
-    return {name: torch.cat(parts).cpu() for name, parts in found.items()}
+            value = row.get(name, torch.full_like(row["mean"], torch.nan))
+            columns.setdefault(name, []).append(value if name in ("mean", "sd") else torch.where(good, value, torch.nan))
+    return {name: torch.cat(parts).cpu() for name, parts in columns.items()}
 
 
 def spaced(count: int, limit: int) -> Tensor:
     """Indices of at most `limit` of `count` quantities, evenly spaced."""
-    if count <= limit:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, limit, dtype=torch.float64).long()
+    return torch.arange(count) if count <= limit else torch.linspace(0, count - 1, limit, dtype=torch.float64).long()
 
 
 def summarise(chains: Tensor, limit: int = LIMIT) -> dict[str, Any]:
@@ -315,18 +281,18 @@ def summarise(chains: Tensor, limit: int = LIMIT) -> dict[str, Any]:
     `mcse` is the largest standard error of a mean, as a share of the posterior's standard deviation. Quantities that never move
     are left out; nothing is said where none moves.
     """
-    if chains.shape[-1] > limit:
-        chains = chains[..., spaced(chains.shape[-1], limit).to(chains.device)]
+    chains = chains[..., spaced(chains.shape[-1], limit).to(chains.device)]
     flat = chains.reshape(-1, chains.shape[-1])
     if not bool(torch.isfinite(flat).all()):
+        # numbers that a verdict refuses, not an exception: the fit is done and wants to be looked at
         return {"rhat": float("nan"), "ess_bulk": 0.0, "ess_tail": 0.0}
     moving = flat.max(0).values > flat.min(0).values
     if not bool(moving.any()):
         return {}
-    found = summary(chains[..., moving])
+    each = summary(chains[..., moving])
     return {
-        "rhat": float(found["rhat"].nan_to_num(torch.inf, posinf=torch.inf).max()),
-        "ess_bulk": float(found["ess_bulk"].nan_to_num(torch.inf).min()),
-        "ess_tail": float(found["ess_tail"].nan_to_num(torch.inf).min()),
-        "mcse": float((found["mcse"] / found["sd"]).nan_to_num(0.0).max()),
+        "rhat": float(each["rhat"].nan_to_num(torch.inf, posinf=torch.inf).max()),
+        "ess_bulk": float(each["ess_bulk"].nan_to_num(torch.inf).min()),
+        "ess_tail": float(each["ess_tail"].nan_to_num(torch.inf).min()),
+        "mcse": float((each["mcse"] / each["sd"]).nan_to_num(0.0).max()),
     }

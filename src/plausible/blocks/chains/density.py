@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,15 +21,17 @@ from torch import Tensor, nn
 
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, Batch, Data, select_rows
+from plausible.core.data import ArrayData, Batch, Data
 from plausible.core.model import Model
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
 if TYPE_CHECKING:
     from plausible.blocks.chains.gibbs import Hierarchy
     from plausible.methods.chains.base import Chains
 
-log = logging.getLogger("plausible")
+
+LogDensity = Callable[[Tensor], Tensor]
 
 
 class Evaluation(NamedTuple):
@@ -54,8 +55,8 @@ class Point(NamedTuple):
 class Density(ABC):
     """An unnormalised log density over `[chains, P]`.
 
-    `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by centred
-    Gaussians of these precisions (None: the model's own prior). `bound` gives the same density with others.
+    `beta` `[chains]` raises the likelihood to a power (None: 1); `precision` `[chains, P]` or `[P]` replaces the prior by
+    centred Gaussians of these precisions (None: the model's own prior). `bound` gives the same density with others.
     """
 
     size: int
@@ -67,12 +68,12 @@ class Density(ABC):
 
     def bound(self, *, beta: Tensor | None = None, precision: Tensor | None = None) -> Self:
         """The same density with these powers and precisions, where they are given."""
-        found = copy.copy(self)
+        other = copy.copy(self)
         if beta is not None:
-            found.beta = beta
+            other.beta = beta
         if precision is not None:
-            found.precision = precision
-        return found
+            other.precision = precision
+        return other
 
     @abstractmethod
     def evaluate(self, position: Tensor) -> Evaluation:
@@ -80,11 +81,11 @@ class Density(ABC):
 
     def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Log-likelihood and log prior alone, `[chains]` each."""
-        found = self.evaluate(position)
-        return found.log_likelihood, found.log_prior
+        return self.evaluate(position)[:2]
 
     def value(self, log_likelihood: Tensor, log_prior: Tensor) -> Tensor:
         """β · log-likelihood + log prior: `[chains]`, float64; never NaN (a density that cannot be computed is 0)."""
+        # −∞ for NaN: such a state is never accepted, and a chain stays where it was
         weighted = log_likelihood if self.beta is None else self.beta * log_likelihood
         return (weighted + log_prior).nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
 
@@ -96,38 +97,27 @@ class Density(ABC):
         Returns the end, or with `keep` the whole path behind the start: `[chains, count, …]`. Cost: one gradient a step.
         """
         size = step.unsqueeze(-1).to(self.dtype)
-        position, momentum, _, _, gradient = point
-        moved = size * inverse_mass
+        position, moved = point.position, size * inverse_mass
         path = []
-        momentum = momentum + 0.5 * size * gradient
+        ahead = point.momentum + 0.5 * size * point.gradient  # half a step, where two half kicks meet
         for i in range(count):
-            position = position + moved * momentum
-            found = self.evaluate(position)
-            last = i == count - 1
-            kick = (0.5 if last else 1.0) * size * found.gradient
-            if keep:
-                half = momentum + 0.5 * size * found.gradient
-                path.append(Point(position, half, *found))
-            momentum = momentum + kick
-        if keep:
-            return Point(*(torch.stack(parts, dim=1) for parts in zip(*path)))
-        return Point(position, momentum, *found)
+            position = position + moved * ahead
+            at = self.evaluate(position)
+            if keep or i == count - 1:
+                path.append(Point(position, ahead + 0.5 * size * at.gradient, *at))
+            ahead = ahead + size * at.gradient
+        return Point(*(torch.stack(parts, dim=1) for parts in zip(*path))) if keep else path[-1]
 
 
 class FunctionDensity(Density):
     """A density from a function of `[chains, P]`: log densities `[chains]`, taken for the likelihood of a flat prior.
 
-    For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside it,
-    the first function is the likelihood.
+    For targets that are no networks: tests of laws, and densities of your own. With `prior` `[chains, P]` → `[chains]` beside
+    it, the first function is the likelihood.
     """
 
     def __init__(
-        self,
-        log_likelihood: Callable[[Tensor], Tensor],
-        size: int,
-        *,
-        prior: Callable[[Tensor], Tensor] | None = None,
-        dtype: torch.dtype = torch.float64,
+        self, log_likelihood: LogDensity, size: int, *, prior: LogDensity | None = None, dtype: torch.dtype = torch.float64
     ):
         self.function, self.prior, self.size, self.dtype = log_likelihood, prior, size, dtype
 
@@ -175,34 +165,34 @@ class ModelDensity(Density):
             )
         self.notes = {"stackable": True}  # shared by all that `bound` gives
         closed = model.prior.precision is not None and not model.points
+        # at 0 the quadratic part is gone: what is left is the normaliser of one weight
         zero = torch.zeros(1, dtype=torch.float64)
         self.prior_constant = float(model.prior.log_prob({"q": zero})) * self.size if closed else 0.0
         self.chunk = chunk or self._choose_chunk()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Names ↔ positions
-
     def flatten(self, weights: Weights) -> Tensor:
-        """Named weights with a leading axis → positions `[chains, P]`."""
         return tree.flatten({name: weights[name] for name in self.like}, batch_dims=1)
 
     def named(self, position: Tensor) -> Weights:
-        """Positions → named random weights with a leading axis."""
         return tree.unflatten(position, self.like)
 
     # -----------------------------------------------------------------------------------------------------------------
-
     def evaluate(self, position: Tensor) -> Evaluation:
         """One pass over the data, a chunk at a time; the prior's gradient in closed form where it is Gaussian."""
         likelihood: Tensor | float = 0.0
         gradient: Tensor | float = 0.0
         for batch in self._batches():
-            value, part = self._likelihood(position, batch)
-            likelihood, gradient = likelihood + value, gradient + part
-        return self._joined(position, likelihood, gradient)  # type: ignore[arg-type]
+            # the forward pass is vmapped, and one backward pass runs over all chains: Σ_c v_c has the gradient of each v_c
+            with torch.enable_grad():
+                leaf = position.detach().requires_grad_()
+                value = self._each_chain(functools.partial(self._sum, batch=batch), self.named(leaf))
+                (part,) = torch.autograd.grad(value.sum(), [leaf])
+            likelihood, gradient = likelihood + value.detach(), gradient + part
+        return self._joined(likelihood, gradient, *self._prior(position), self.beta)  # type: ignore[arg-type]
 
     def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Without gradients: about a third of the work."""
         weights = self.named(position)
         likelihood: Tensor | float = 0.0
         with torch.no_grad():
@@ -212,42 +202,33 @@ class ModelDensity(Density):
         scale = 1.0 / self.model.temperature
         return likelihood * scale, prior * scale  # type: ignore[return-value]
 
-    def _joined(self, position: Tensor, likelihood: Tensor, gradient: Tensor) -> Evaluation:
-        """With the prior and the temperature of the model."""
-        prior, slope = self._prior(position)
-        weighted = gradient if self.beta is None else self.beta.unsqueeze(-1).to(self.dtype) * gradient
+    def _joined(self, likelihood: Tensor, gradient: Tensor, prior: Tensor, slope: Tensor, beta: Tensor | None) -> Evaluation:
+        """Likelihood and prior with their gradients, at these powers and at the temperature of the model."""
+        weighted = gradient if beta is None else beta.unsqueeze(-1).to(self.dtype) * gradient
         total, scale = weighted + slope, 1.0 / self.model.temperature
         if scale == 1.0:
             return Evaluation(likelihood, prior, total)
         return Evaluation(likelihood * scale, prior * scale, total * scale)
 
     def _sum(self, weights: Weights, batch: Batch) -> Tensor:
-        """Σ weight_i log p(y_i | x_i, w) of one chain, in float64."""
         each = self.model.log_likelihood({**self.rest, **weights}, batch)
         return (each if batch.weight is None else each * batch.weight).sum(dtype=torch.float64)
 
-    def _likelihood(self, position: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The forward pass is vmapped, and one backward pass runs over all chains: Σ_c v_c has the gradient of each v_c."""
-        with torch.enable_grad():
-            leaf = position.detach().requires_grad_()
-            value = self._each_chain(lambda w: self._sum(w, batch), self.named(leaf))
-            (gradient,) = torch.autograd.grad(value.sum(), [leaf])
-        return value.detach(), gradient
-
     def _each_chain(self, function: Callable[[Weights], Any], weights: Weights) -> Any:
         """The function of each chain's weights: by vmap, or one by one where vmap has no rule for the network."""
-        count = len(next(iter(weights.values())))
+        count, failure = len(next(iter(weights.values()))), ""
         if self.notes["stackable"] and count > 1:
             try:
                 return torch.func.vmap(function)(weights)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, NotImplementedError, ValueError) as error:
-                found = tree.stack([function(tree.index(weights, c)) for c in range(count)])
-                log.warning("chains run one after the other: vmap cannot stack this network (%s)", str(error)[:160])
-                self.notes["stackable"] = False
-                return found
-        return tree.stack([function(tree.index(weights, c)) for c in range(count)])
+                failure = str(error)[:160]
+        results = tree.stack([function(tree.index(weights, c)) for c in range(count)])
+        if failure:  # and one by one it works: vmap is at fault, not the network
+            log.warning("chains run one after the other: vmap cannot stack this network (%s)", failure)
+            self.notes["stackable"] = False
+        return results
 
     def _prior(self, position: Tensor, gradient: bool = True) -> tuple[Tensor, Tensor]:
         """Log prior `[chains]` in float64 and its gradient `[chains, P]`."""
@@ -260,17 +241,18 @@ class ModelDensity(Density):
             return self.prior_constant - 0.5 * precision * square, -precision * position
 
         def one(weights: Weights) -> Tensor:
+            # log priors of many weights are sums whose differences decide: float64
             named = {name: value.double() for name, value in {**fixed, **weights}.items()}
             return self.model.prior.log_prob({name: named[name] for name in self.model.initial})
 
         with torch.set_grad_enabled(gradient):
             leaf = position.detach().requires_grad_(gradient)
             value = self._each_chain(one, self.named(leaf))
+            # a flat prior has no graph
             slope = torch.autograd.grad(value.sum(), [leaf])[0] if gradient and value.requires_grad else position * 0
         return value.detach(), slope
 
     # -----------------------------------------------------------------------------------------------------------------
-
     def _batches(self) -> Iterator[Batch]:
         if isinstance(self.data, ArrayData) and self.chunk >= self.data.num_data:
             yield self.data.batch
@@ -278,15 +260,13 @@ class ModelDensity(Density):
             yield from self.data.chunks(self.chunk)
 
     def _choose_chunk(self) -> int:
-        """As many examples at once as fit into the budget with all chains."""
-        example = (
-            next(iter(self.data.chunks(1))) if not isinstance(self.data, ArrayData) else select_rows(self.data.batch, slice(1))
-        )
-        held = [0]
+        example, held = next(iter(self.data.chunks(1))), 0
 
         def count(_: nn.Module, __: Any, output: Any) -> None:
-            held[0] += sum(leaf.numel() for leaf in tree.tensors(output))
+            nonlocal held
+            held += sum(leaf.numel() for leaf in tree.tensors(output))
 
+        # outputs of the innermost modules are about what a backward pass keeps
         leaves = [m for m in self.model.network.modules() if not any(True for _ in m.children())]
         handles = [m.register_forward_hook(count) for m in leaves]
         try:
@@ -295,7 +275,7 @@ class ModelDensity(Density):
         finally:
             for handle in handles:
                 handle.remove()
-        each = 2 * max(held[0], 1) * self.chains * torch.finfo(self.dtype).bits // 8
+        each = 2 * max(held, 1) * self.chains * torch.finfo(self.dtype).bits // 8
         return max(1, min(self.data.num_data, self.BUDGET.get(self.device.type, 2**28) // each))
 
 
@@ -306,6 +286,7 @@ def run(method: Chains, density: Density, position: Tensor, seed: int = 0) -> di
     draws · thin` transitions; no checkpoints, no bar.
     """
     kept: list[dict[str, Tensor]] = []
+    # noise on a GPU comes from PyTorch's global generator
     with torch.no_grad(), random.isolated(seed, position.device):
         state = method.started(density, position, random.key(seed, device=position.device))
         for number in range(method.warmup + method.draws * method.thin):
@@ -315,6 +296,3 @@ def run(method: Chains, density: Density, position: Tensor, seed: int = 0) -> di
                 joint = about["log_likelihood"] + about["log_prior"]
                 kept.append({"position": state.position, "log_joint": joint, **about})
     return {name: torch.stack([draw[name] for draw in kept]) for name in kept[0]} | {"state": state}
-
-
-__all__ = ["Density", "Evaluation", "FunctionDensity", "ModelDensity", "Point", "run"]

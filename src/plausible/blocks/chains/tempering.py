@@ -17,19 +17,16 @@ from plausible.blocks.chains.density import Density, Point
 
 Spacing = Literal["power", "sigmoid", "geometric"]
 SPACINGS: tuple[Spacing, ...] = ("power", "sigmoid", "geometric")
-LOST = 1000.0
-"""Energy errors above this are divergences."""
+LOST = 1000.0  # energy errors above this are divergences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ladders
-
-
 def ladder(steps: int, spacing: Spacing = "power") -> Tensor:
     """0 = β_0 < … < β_steps = 1: float64 `[steps + 1]`.
 
-    "power": (k/K)⁵, dense near the prior, where the likelihood varies most (Friel and Pettitt 2008). "sigmoid": slow at both ends,
-    Σ(4(2k/K − 1)) scaled to [0, 1] (Grosse, Ghahramani and Adams 2015). "geometric": 0, then equal ratios from 10⁻⁴ to 1.
+    "power": (k/K)⁵, dense near the prior, where the likelihood varies most (Friel and Pettitt 2008). "sigmoid": slow at both
+    ends, Σ(4(2k/K − 1)) scaled to [0, 1] (Grosse, Ghahramani and Adams 2015). "geometric": 0, then equal ratios from 10⁻⁴ to 1.
     """
     place = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     if spacing == "power":
@@ -50,6 +47,7 @@ def next_power(log_likelihood: Tensor, beta: float, share: float) -> float:
     wanted = share * len(log_likelihood)
     if effective((1 - beta) * log_likelihood) >= wanted:
         return 1.0
+    # sixty halvings are the digits of float64
     low, high = 0.0, 1 - beta
     for _ in range(60):
         middle = 0.5 * (low + high)
@@ -63,21 +61,22 @@ def respaced(betas: Tensor, rejections: Tensor) -> Tensor:
     Λ(β) = Σ of the rejection rates `[K − 1]` of swaps up to β, a function that does not depend on the ladder to first order: equal
     differences of Λ give equal rates of swaps (Syed, Bouchard-Côté, Deligiannidis and Doucet 2021). Linear between the rungs.
     """
+    # pairs that always swapped keep some distance, or two rungs would fall together
     barrier = torch.cat([rejections.new_zeros(1), rejections.clamp(min=1e-3).cumsum(0)])
     wanted = torch.linspace(0, float(barrier[-1]), len(betas), dtype=barrier.dtype, device=barrier.device)
     upper = torch.searchsorted(barrier, wanted).clamp(1, len(betas) - 1)
     part = (wanted - barrier[upper - 1]) / (barrier[upper] - barrier[upper - 1])
-    found = torch.lerp(betas[upper - 1], betas[upper], part)
-    found[0], found[-1] = betas[0], betas[-1]
-    return found
+    ladder = torch.lerp(betas[upper - 1], betas[upper], part)
+    # rounding must not move the posterior itself
+    ladder[0], ladder[-1] = betas[0], betas[-1]
+    return ladder
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights
-
-
 def effective(log_weights: Tensor) -> float:
     """(Σw)²/Σw²: from 1, where one particle outweighs all, to N; 0 where no weight is positive."""
+    # weights relative to the largest: exp of the others cannot overflow
     top = log_weights.max()
     if not math.isfinite(float(top)):
         return 0.0
@@ -86,7 +85,6 @@ def effective(log_weights: Tensor) -> float:
 
 
 def log_mean(log_weights: Tensor) -> Tensor:
-    """Log of the mean of weights `[N]`: 0-d."""
     return log_weights.logsumexp(0) - math.log(len(log_weights))
 
 
@@ -96,6 +94,7 @@ def systematic(log_weights: Tensor, offset: Tensor | float) -> Tensor:
     One uniform number moves a comb of N teeth over the weights laid end to end: unbiased, and less noisy than the usual schemes.
     """
     count = len(log_weights)
+    # in float32 a cumulative sum of many weights would end short of 1
     ends = log_weights.double().softmax(0).cumsum(0)
     teeth = (torch.arange(count, dtype=torch.float64, device=log_weights.device) + offset) / count
     return torch.searchsorted(ends / ends[-1], teeth).clamp(max=count - 1)
@@ -109,14 +108,13 @@ def relative_variance(log_weights: Tensor, ancestors: Tensor) -> float:
     """
     count = len(log_weights)
     shares = torch.zeros(count, dtype=torch.float64, device=log_weights.device)
+    # descendants of one particle are one term: they are not independent of each other
     shares.index_add_(0, ancestors, log_weights.double().softmax(0))
     return max(0.0, (count * float(shares.square().sum()) - 1) / max(1, count - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Moves
-
-
 class Place(NamedTuple):
     """Positions `[rows, P]` with what the density says there; `gradient` is that of the power it is bound to."""
 
@@ -140,8 +138,8 @@ def hamiltonian(
 ) -> Moved:
     """`count` leapfrogs from p = M^½ `noise`, accepted where `level` < exp(H(start) − H(end)): leaves the bound density invariant.
 
-    `noise` `[rows, P]` ~ N(0, I), `level` `[rows]` ~ U(0, 1), `step` `[rows]`, `inverse_mass` `[P]` or `[rows, P]`; the last two
-    must not depend on `place`. Cost: `count` gradients of all rows.
+    `noise` `[rows, P]` ~ N(0, I), `level` `[rows]` ~ U(0, 1), `step` `[rows]`, `inverse_mass` `[P]` or `[rows, P]`; the last
+    two must not depend on `place`. Cost: `count` gradients of all rows.
     """
     momentum = noise * inverse_mass.rsqrt()
     end = density.leapfrogs(Point(place.position, momentum, *place[1:]), step, inverse_mass, count)
@@ -154,6 +152,7 @@ def hamiltonian(
     error = (after - before).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # both ends infinite: stay
     accept = level.double().log() < -error
     new = Place(end.position, end.log_likelihood, end.log_prior, end.gradient)
+    # row by row: each has its own step and its own verdict
     kept = Place(*(torch.where(accept.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(new, place)))
     lost = (error > LOST).double()
     return Moved(kept, (-error).clamp(max=0).exp(), lost, torch.where(accept, after, before))
@@ -161,8 +160,6 @@ def hamiltonian(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ratios of normalising constants
-
-
 class Bridges(NamedTuple):
     """Sums for log Z_k/Z_{k+1} between rungs of a ladder: logs of Σ exp(½Δβ ℓ) at the hotter one, of Σ exp(−½Δβ ℓ) at the colder.
 
@@ -177,12 +174,14 @@ class Bridges(NamedTuple):
 
 def no_bridges(blocks: int, rungs: int, chains: int, device: torch.device) -> Bridges:
     """Empty sums (finite numbers that add nothing: states are checked)."""
+    # −∞ would be refused as a state that is not finite
     nothing = torch.full((blocks, rungs - 1, chains), -1e300, dtype=torch.float64, device=device)
     return Bridges(nothing, nothing.clone(), torch.zeros(blocks, dtype=torch.float64, device=device))
 
 
 def bridged(sums: Bridges, block: int, betas: Tensor, log_likelihood: Tensor) -> Bridges:
     """With one more term in a block: `betas` `[K]` from high to low, `log_likelihood` `[K, chains]`."""
+    # half of the way from each side: neither expectation has to reach across the whole gap
     half = 0.5 * (betas[:-1] - betas[1:]).unsqueeze(-1)
     hot, cold, terms = (part.clone() for part in sums)
     hot[block] = torch.logaddexp(hot[block], half * log_likelihood[1:])
@@ -194,8 +193,8 @@ def bridged(sums: Bridges, block: int, betas: Tensor, log_likelihood: Tensor) ->
 def log_ratio(sums: Bridges) -> tuple[float, float]:
     """Log Z_1/Z_K from geometric bridges, Σ_k log E_{k+1} e^{½Δβ ℓ} − log E_k e^{−½Δβ ℓ}, and its standard error.
 
-    (Bennett 1976; Meng and Wong 1996.) Stepping stones from both sides: each pair of rungs meets in the middle between them. The
-    error is the jackknife's over blocks and chains. NaN where there is no term yet, and as the error of a single one.
+    (Bennett 1976; Meng and Wong 1996.) Stepping stones from both sides: each pair of rungs meets in the middle between them.
+    The error is the jackknife's over blocks and chains. NaN where there is no term yet, and as the error of a single one.
     """
     used = sums.terms > 0
     if not bool(used.any()):
@@ -205,26 +204,7 @@ def log_ratio(sums: Bridges) -> tuple[float, float]:
     value = float((hot.logsumexp(0) - cold.logsumexp(0)).sum())  # both sides have equally many terms
     if units < 2:
         return value, math.nan
+    # each unit left out in turn
     without = ~torch.eye(units, dtype=torch.bool, device=hot.device)
     left = torch.stack([hot[rows].logsumexp(0) - cold[rows].logsumexp(0) for rows in without]).sum(-1)
     return value, math.sqrt(float((left - left.mean()).square().sum()) * (units - 1) / units)
-
-
-__all__ = [
-    "SPACINGS",
-    "Bridges",
-    "Moved",
-    "Place",
-    "Spacing",
-    "bridged",
-    "effective",
-    "hamiltonian",
-    "ladder",
-    "log_mean",
-    "log_ratio",
-    "next_power",
-    "no_bridges",
-    "relative_variance",
-    "respaced",
-    "systematic",
-]

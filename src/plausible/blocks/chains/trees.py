@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.integrators import integrate
-from plausible.blocks.chains.masses import Diagonal, Metric
+from plausible.blocks.chains.integrators import Diagonal, Metric, integrate
 
 LENGTH = 64  # leapfrogs of a block, at most
 BUDGET = {"cpu": 2**28, "cuda": 2**31}  # bytes of a block, for all chains
@@ -46,6 +45,7 @@ class Explored(NamedTuple):
 
 def block_length(position: Tensor) -> int:
     """The largest power of 2 up to `LENGTH` whose path (four numbers a weight) and Gram matrices fit into the budget."""
+    # longer blocks mean fewer calls, and more leapfrogs past the point where a tree turns
     budget = BUDGET.get(position.device.type, BUDGET["cpu"])
     length = LENGTH
     while length > 1 and length * (4 * position.numel() * position.element_size() + 20 * len(position) * length) > budget:
@@ -54,7 +54,6 @@ def block_length(position: Tensor) -> int:
 
 
 def width(max_depth: int, length: int) -> int:
-    """Uniform numbers that a tree needs of each chain."""
     return sum(2 + 2 * max(1, 2**depth // length) for depth in range(max_depth))
 
 
@@ -70,9 +69,9 @@ def explore(
     """
     length = length or block_length(start.position)
     if isinstance(metric, Diagonal) and hasattr(density, "trees"):  # the same by machine code
-        found = density.trees(start, step, metric.inverse_mass, max_depth, uniform, length)
-        if found is not None:
-            return Explored(*found)
+        grown = density.trees(start, step, metric.inverse_mass, max_depth, uniform, length)
+        if grown is not None:
+            return Explored(*grown)
     forest = _Forest(density, metric, start, step)
     column = 0
     for depth in range(max_depth):
@@ -115,8 +114,7 @@ class _Forest:
         self._write()
         vectors, numbers = self.chosen
         accepted, states, divergent, leapfrogs, depth = self.tally.unbind(1)
-        position, gradient = vectors.unbind(1)
-        likelihood, prior, energy = numbers.unbind(1)
+        (position, gradient), (likelihood, prior, energy) = vectors.unbind(1), numbers.unbind(1)
         acceptance = accepted / states.clamp(min=1)
         return Explored(position, gradient, likelihood, prior, energy, acceptance, divergent, leapfrogs, depth)
 
@@ -127,6 +125,7 @@ class _Forest:
     def _drop(self, ahead: int) -> Tensor | None:
         """Leave out the rows of chains that have stopped, where that saves work: on the CPU, with `ahead` leapfrogs to come."""
         lost = len(self.going) - int(self.going.sum())
+        # the one question to the device for each block
         self.alive = lost < len(self.going)
         if not self.alive or self.going.device.type != "cpu" or lost * ahead < DROPPING:
             return None
@@ -134,15 +133,20 @@ class _Forest:
         rows = self.going.nonzero().squeeze(-1)
         for name in self.ROWS:
             setattr(self, name, getattr(self, name)[rows])
-        self.density, self.metric = _rows_of(*self.whole, self.chain)
+        density, metric = self.whole
+        beta = None if density.beta is None else density.beta[self.chain]
+        precision = density.precision
+        precision = precision[self.chain] if precision is not None and precision.ndim == 2 else None
+        self.density, self.metric = density.bound(beta=beta, precision=precision), metric.rows(self.chain)
         return rows
 
     def grow(self, noise: Tensor, size: int, blocks: int) -> None:
-        """Double all trees, by `blocks` of `size` leapfrogs."""
         noise = noise[self.chain]
         ahead = (noise[:, 0] >= 0.5).long()
         row = torch.arange(len(ahead), device=ahead.device)
+        # the end at which the tree grows, different from chain to chain
         near = self.ends[row, ahead]
+        # backwards in time is a step of negative size: all chains run in one batch
         signed = (2 * ahead - 1) * self.step
         pieces: list[Tensor] = []  # spans, [rows, 5, P]
         half_vectors, half_numbers = self.vectors, self.numbers
@@ -165,6 +169,7 @@ class _Forest:
             vectors = torch.stack([path.position[row, place], path.gradient[row, place]], 1)
             numbers = torch.stack([path.log_likelihood, path.log_prior, energy], -1)[row, place]
             if block:
+                # multinomial by reservoir: one block after the other, none is kept
                 taken = noise[:, 3 + 2 * block].log() < weight - log_weight
                 vectors, numbers = _where(taken, vectors, half_vectors), _where(taken, numbers, half_numbers)
             half_vectors, half_numbers = vectors, numbers
@@ -186,6 +191,7 @@ class _Forest:
                 row = row[: len(rows)]
 
         self.tally[self.chain, 4] += self.going
+        # a half that turned inside is thrown away whole, or the law would not be invariant
         taken = self.going & (noise[:, 1].log() < log_weight - self.log_weight)
         self.vectors, self.numbers = (_where(taken, half_vectors, self.vectors), _where(taken, half_numbers, self.numbers))
         self.log_weight = torch.logaddexp(self.log_weight, log_weight)
@@ -208,13 +214,11 @@ class _Forest:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Turning round
-
-
 def joined(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Two spans `[chains, 5, P]`, one walked after the other, and whether the whole is straight: `[chains]`.
 
-    Beside the whole, each span is looked at with the nearest state of the other, which stops trajectories that are whole periods
-    long, as Stan does since 2.21.
+    Beside the whole, each span is looked at with the nearest state of the other, which stops trajectories that are whole
+    periods long, as Stan does since 2.21.
     """
     sums = torch.stack([one[:, 4] + other[:, 4], one[:, 4] + other[:, 0], other[:, 4] + one[:, 2]], 1)
     products = torch.cat([one[:, 1:4:2], other[:, 1:4:2]], 1) @ sums.mT  # velocities at the four ends, with three sums
@@ -231,7 +235,7 @@ def _asked(device: torch.device) -> Tensor:
 @functools.lru_cache
 def _questions(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """All that subtrees of `size` states ask, p♯_i · (p_low + … + p_{high−1}): places of both prefix sums, and the last state."""
-    found, span = [], 2
+    questions, span = [], 2
     while span <= size:
         for low in range(0, size, span):
             middle, high = low + span // 2, low + span
@@ -239,9 +243,9 @@ def _questions(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
             if span > 2:
                 asked += [(low, low, middle + 1), (middle, low, middle + 1)]
                 asked += [(middle - 1, middle - 1, high), (high - 1, middle - 1, high)]
-            found += [(i * (size + 1) + b, i * (size + 1) + a, high - 1) for i, a, b in asked]
+            questions += [(i * (size + 1) + b, i * (size + 1) + a, high - 1) for i, a, b in asked]
         span *= 2
-    return tuple(torch.tensor(found, device=device).unbind(1))  # type: ignore[return-value]
+    return tuple(torch.tensor(questions, device=device).unbind(1))  # type: ignore[return-value]
 
 
 def first_stop(momentum: Tensor, velocity: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +257,9 @@ def first_stop(momentum: Tensor, velocity: Tensor, gain: Tensor) -> tuple[Tensor
     ran = torch.where(gain < -DIVERGENT, torch.arange(size, device=gain.device), size).amin(1)
     if size == 1:
         return ran < size, ran
+    # one product answers all questions of all subtrees in the block
     gram = velocity @ momentum.mT
+    # differences of prefix sums cancel: float64
     sums = torch.nn.functional.pad(gram.double().cumsum(-1), (1, 0)).flatten(1)
     high, low, last = _questions(size, gain.device)
     turned = torch.where(sums[:, high] - sums[:, low] > 0, size, last).amin(1)
@@ -262,8 +268,6 @@ def first_stop(momentum: Tensor, velocity: Tensor, gain: Tensor) -> tuple[Tensor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows
-
-
 def _draw(log_probability: Tensor, level: Tensor) -> Tensor:
     """An index by its probability: `[rows]` from `[rows, size]` and uniform numbers `[rows]`."""
     sums = log_probability.exp().cumsum(-1)
@@ -272,15 +276,3 @@ def _draw(log_probability: Tensor, level: Tensor) -> Tensor:
 
 def _where(mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.where(mask.view(-1, *[1] * (one.ndim - 1)), one, other)
-
-
-def _rows_of(density: Density, metric: Metric, chain: Tensor) -> tuple[Density, Metric]:
-    """Density and metric of some chains, where they differ between chains."""
-    beta = None if density.beta is None else density.beta[chain]
-    precision = density.precision[chain] if density.precision is not None and density.precision.ndim == 2 else None
-    return (density if beta is None and precision is None else density.bound(beta=beta, precision=precision)), metric.rows(
-        chain
-    )
-
-
-__all__ = ["DIVERGENT", "LENGTH", "Explored", "block_length", "explore", "first_stop", "joined", "width"]

@@ -2,8 +2,8 @@
 
     H = Σ_n Σ_k J_nᵀ s_nk s_nkᵀ J_n,   Σ_k s_nk s_nkᵀ = F_n
 
-A network that is sure of an example has short columns there: of C classes those count that compete. Left out may be columns that
-together have at most the share `negligible` of Σ_n F_n,jj for every output j, however rare its class or small its scale.
+A network that is sure of an example has short columns there: of C classes those count that compete. Left out may be columns
+that together have at most the share `negligible` of Σ_n F_n,jj for every output j, however rare its class or small its scale.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from plausible.core.special import flushed
 from plausible.core.weights import num_bytes
 
 if TYPE_CHECKING:
-    from plausible.blocks.curvature.output_fisher import OutputFisher
+    from plausible.blocks.curvature.losses import OutputFisher
 
+# bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together
 MEMORY = 2**26
-"""Bytes for the shares of the columns (and inputs that are not in memory anyway) of examples that are ordered together."""
-WORTH = 0.8
-"""Examples are ordered where that leaves at most this share of the columns."""
+WORTH = 0.8  # examples are ordered where that leaves at most this share of the columns
 
 
 class Choice(NamedTuple):
@@ -63,14 +62,14 @@ class Columns:
 class Portions:
     """The data in chunks, each with the columns that its examples need (None: all).
 
-    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, `first` is any batch, and
-    `resident` says that inputs are in memory anyway. What is left out never has more than its share of the examples so far, so
-    that one pass is enough.
+    `fisher` gives F of a batch, `sizes` how many examples with so many columns are looked at together, `first` is any batch,
+    and `resident` says that inputs are in memory anyway. What is left out never has more than its share of the examples so far,
+    so that one pass is enough.
     """
 
     def __init__(
         self,
-        fisher: Callable[[Batch], OutputFisher],
+        fisher: Callable[..., OutputFisher],
         sizes: Callable[[int], int],
         first: Batch,
         negligible: float,
@@ -86,6 +85,7 @@ class Portions:
         """Examples that are ordered together."""
         self._orders = negligible > 0 and self.columns > 1
         if self._orders:
+            # ordering wants many examples at once; streamed inputs have to be held meanwhile
             inputs = 0 if resident else num_bytes(first.x) // num_rows(first.x)
             self.chunk = max(self._size, MEMORY // (32 * self.columns + inputs))
         self._total: Tensor | None = None  # Σ_n F_n,jj so far: [P, C]
@@ -101,7 +101,6 @@ class Portions:
             yield part, None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What was seen so far."""
         numbers = {"numbers": torch.tensor([self.used, self._lost], dtype=torch.float64)}
         return numbers if self._total is None else {**numbers, "total": self._total}
 
@@ -110,7 +109,7 @@ class Portions:
         self.used, self._total = int(used), tensors.get("total")
 
     def _ordered(self, batch: Batch) -> Iterator[tuple[Batch, Choice | None]] | None:
-        """By falling numbers of columns; None where that spares little. The rows of a chunk keep their order."""
+        """By falling numbers of columns; None where that spares little."""
         each, lost = self.needed(batch)
         needed, order = each.sort(descending=True, stable=True)
         counts, cuts = needed.tolist(), [0]
@@ -123,10 +122,9 @@ class Portions:
         self._lost += lost
         assert self._total is not None
         against = self._total.clone()
-        return (
-            (select_rows(batch, order[start:stop].sort().values), Choice(counts[start], against))
-            for start, stop in pairwise(cuts)
-        )
+        # rows of a chunk keep their order, so that those of resident data lie close to each other
+        rows = {start: order[start:stop].sort().values for start, stop in pairwise(cuts)}
+        return ((select_rows(batch, each), Choice(counts[start], against)) for start, each in rows.items())
 
     @torch.no_grad()
     def needed(self, batch: Batch) -> tuple[Tensor, float]:
@@ -140,6 +138,7 @@ class Portions:
             self._lost *= float((self._total / total).nan_to_num(1.0).max())
         self._total = total
         shares = torch.cat([_weighted(fisher.shares(total), weight) for fisher, weight in known])
+        # greedily: the smallest shares go first, up to what may be lost
         rising = shares.flatten().sort().values
         running = rising.double().cumsum(0)
         spared = min(int((running <= self._negligible - self._lost).sum()), len(rising) - 1)
@@ -152,5 +151,4 @@ def _weighted(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def parted(batch: Batch, size: int) -> Iterator[Batch]:
-    """The rows in pieces of at most this size."""
     return (select_rows(batch, slice(start, start + size)) for start in range(0, num_rows(batch.x), size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
@@ -16,11 +15,10 @@ from plausible.core.data import Batch, Data
 from plausible.core.model import Model
 from plausible.core.special import widest
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
-
+# weights up to which a Hessian is read off its products with unit vectors, and how many of those go into one pass
 HESSIAN_LIMIT, UNITS = 20_000, 64
-"""Weights up to which a Hessian is read off its products with unit vectors, and how many of those go into one pass."""
 
 
 class Dense(Block):
@@ -42,7 +40,10 @@ class Dense(Block):
         """Products of the Jacobian; without it, and "turned" (the bias among the columns), for one layer used at one position."""
         first = parts[0]
         outer = len(parts) == 1 and first.layer.kind == "matrix" and not first.shared and first.layer.groups == 1
-        total = self._sum("turned" if outer else "matrix", sum(part.layer.size for part in parts), first.rows.device)
+        name, size, device = "turned" if outer else "matrix", sum(part.layer.size for part in parts), first.rows.device
+        if name not in self.sums:
+            self.sums[name] = torch.zeros(size, size, dtype=widest(device), device=device)
+        total = self.sums[name]
         if outer:
             _, out, into = first.layer.matrix_shape
             _add_outer(first, total.view(out, into, out, into))
@@ -51,11 +52,6 @@ class Dense(Block):
             j = j.flatten(0, 1).to(total.dtype)
             total.addmm_(j.T, j)
 
-    def _sum(self, name: str, size: int, device: torch.device) -> Tensor:
-        if name not in self.sums:
-            self.sums[name] = torch.zeros(size, size, dtype=widest(device), device=device)
-        return self.sums[name]
-
     def finish(self) -> None:
         """Bring the rows and columns into the order of the weights, with the bias behind the matrix."""
         turned, self.matrix = self.sums.pop("turned", None), self.sums.pop("matrix", None)
@@ -63,6 +59,7 @@ class Dense(Block):
             return
         layer = self.layers[0]
         if layer.biased and layer.weighted:
+            # push the numbers of the elements through the layout to learn the permutation
             numbers = torch.arange(layer.size, device=turned.device).view(layer.matrix_shape)
             order = torch.cat([v.reshape(-1) for v in layer.weights(numbers).values()])
             turned = turned[order][:, order]
@@ -78,18 +75,14 @@ class Dense(Block):
         """The Cholesky factor; that of the last question is kept."""
         if self._known is not None and self._known[0] is precision and self._known[1] == float(scale):
             return self._known[2]
-        factor = self._cholesky(precision, scale)
-        if not factor.requires_grad:
-            self._known = (precision, float(scale), factor)
-        return factor
-
-    def _cholesky(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         factor, info = torch.linalg.cholesky_ex(self._whole(precision, scale))
         if bool(info.any()):
             raise ValueError(
                 "the curvature plus the prior's precision is not positive definite: these weights are no maximum of the "
                 "posterior; train longer, use curvature='ggn', or a stronger prior"
             )
+        if not factor.requires_grad:
+            self._known = (precision, float(scale), factor)
         return factor
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
@@ -103,6 +96,7 @@ class Dense(Block):
         """L⁻ᵀξ with LLᵀ = Λ."""
         xi = flat(self.layers, noise)
         factor = self._factor(precision, scale)
+        # Λ = LLᵀ gives L⁻ᵀξ the covariance Λ⁻¹; no inverse is formed
         draws = torch.linalg.solve_triangular(factor.T, xi.double().T, upper=True).T
         return named(self.layers, draws.to(xi.dtype))
 
@@ -149,9 +143,11 @@ def _jacobians(parts: Sequence[Part], numbers: int) -> Iterator[Tensor]:
 def _add_outer(part: Part, whole: Tensor) -> None:
     """Add Σ_n M_n ⊗ c_n c_nᵀ with M = Σ_k r_k r_kᵀ to [out, in, out, in]: no Jacobian, for a layer used at one position."""
     r, c = part.rows[:, :, 0, 0].to(whole.dtype), part.columns[:, 0, 0].to(whole.dtype)
+    # [B, out, out]: small beside [B, out·in] of the Jacobian
     inner = torch.einsum("kbo,kbp->bop", r, r)
     out, into = r.shape[-1], c.shape[-1]
     for o in range(out):
+        # one output row at a time bounds the memory; the lower half follows by symmetry
         left = (inner[:, o, o:, None] * c[:, None]).flatten(1)  # [B, (out − o)·in]
         strip = (left.T @ c).view(out - o, into, into)
         whole[o, :, o:] += strip.permute(1, 0, 2)
@@ -170,6 +166,7 @@ class Subset(Block):
     def __init__(self, layers: Sequence[Layer], index: Tensor, matrix: Tensor | None = None):
         super().__init__(layers)
         self.index, self.inner = index, Dense([Layer(("chosen",), "vector", ((len(index),),))], matrix)
+        # one dict: what the inner block adds up is what a checkpoint writes
         self.sums = self.inner.sums
 
     @property
@@ -184,7 +181,6 @@ class Subset(Block):
         return {"chosen": flat_precision(self.layers, precision)[self.index]}
 
     def _parts(self, parts: Sequence[Part]) -> list[Part]:
-        """The Jacobian with respect to the chosen elements, a few examples at a time."""
         jacobian = torch.cat([j[..., self.index] for j in _jacobians(parts, 2**24)], 1)
         return [Part(self.inner.layers[0], jacobian[:0], jacobian)]
 
@@ -238,13 +234,7 @@ class ExactHessian:
     note = ""
 
     def __init__(
-        self,
-        model: Model,
-        weights: Mapping[str, Tensor],
-        data: Data,
-        blocks: Sequence[Block],
-        structure: str,
-        chunk: int | None = None,
+        self, model: Model, weights: Weights, data: Data, blocks: Sequence[Block], structure: str, chunk: int | None = None
     ):
         if structure not in ("diag", "block", "full"):
             raise ValueError(
@@ -271,7 +261,9 @@ class ExactHessian:
         number, first = self.spans[len(self.rows)]
         block, like = self.blocks[number], next(iter(self.like.values()))
         unit = torch.zeros(min(UNITS, block.size - first), block.size, dtype=like.dtype, device=like.device)
+        # rows first … of the identity
         unit[:, first:].fill_diagonal_(1.0)
+        # a block needs H within itself alone: all other weights stand still
         vectors = {n: torch.zeros(len(unit), *v.shape).to(v) for n, v in self.like.items()}
         self.product.start({**vectors, **named(block.layers, unit)})
 
@@ -291,6 +283,7 @@ class ExactHessian:
         for i, block in enumerate(self.blocks):
             whole = torch.cat([rows for (number, _), rows in zip(self.spans, self.rows) if number == i])
             if isinstance(block, Dense):
+                # rounding leaves products with unit vectors slightly asymmetric
                 block.matrix = (whole + whole.T) / 2
                 continue
             if negative := int((whole < 0).sum()):

@@ -2,12 +2,11 @@
 
 H = Σ_n weight_n J_nᵀ F_n J_n   (Gauss-Newton, Fisher),   Σ_n weight_n g_n g_nᵀ   (empirical),   or the Hessian of −log p(D | w)
 
-`start` gives an `Estimator` (see `plausible.core.passes`), which whoever has the data feeds with them; `estimate` does both.
+`start` gives an `Estimator` (see `plausible.core.data`), which whoever has the data feeds with them; `estimate` does both.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,26 +20,23 @@ from plausible.blocks.curvature.dense import Dense, ExactHessian, Subset
 from plausible.blocks.curvature.kronecker import Kronecker, Sharing
 from plausible.blocks.curvature.layers import Layer, Part, keep_freed_memory
 from plausible.blocks.curvature.linearising import Linearisation
+from plausible.blocks.curvature.losses import OutputFisher
 from plausible.blocks.curvature.low_rank import Eigenpairs, LowRank
-from plausible.blocks.curvature.output_fisher import OutputFisher
 from plausible.blocks.curvature.structures import Block, Curvature, CurvatureName, Diagonal, StructureName, apart, assigned
-from plausible.core.data import Batch, Data
-from plausible.core.memory import available
+from plausible.core import memory
+from plausible.core.data import Batch, Data, Estimator, Watch, run
 from plausible.core.model import Model
-from plausible.core.passes import Estimator, run
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
-
+# vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal
 SMALL = 1024
-"""Vectors up to this size (norms, bare parameters) get a dense block among Kronecker factors, larger ones a diagonal."""
-WORKSPACE = 2**29
-"""Bytes for the activations and gradients of one chunk of the data."""
+WORKSPACE = 2**29  # bytes for the activations and gradients of one chunk of the data
+# examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches
 ROWS = 2560
-"""Examples times columns that a CPU looks at together: matrix products gain no more from others, and these stay in its caches."""
+# examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace
 EXAMPLES = 256
-"""Examples of a chunk on a CPU, twice as many where they have few columns; fewer where one alone fills the workspace."""
 
 
 class Tally:
@@ -64,7 +60,6 @@ class Tally:
 
     @property
     def gradient(self) -> Weights:
-        """∂/∂w of the sum, by weight."""
         totals = ((layer, self.sums.get(f"slope.{layer.names[0]}")) for layer in self.layers)
         return {n: v for layer, total in totals if total is not None for n, v in layer.named(total).items()}
 
@@ -73,16 +68,15 @@ class Tally:
         noise = model.noise(weights)
 
         def total(at: Weights) -> tuple[Tensor, tuple[()]]:
-            each = model.likelihood.log_prob(at["outputs"], batch.y, noise)
-            if batch.mask is not None:
-                each = torch.where(batch.mask, each, torch.zeros_like(each))
+            each = model.likelihood.log_prob(at["f"], batch.y, noise)
+            each = each if batch.mask is None else torch.where(batch.mask, each, torch.zeros_like(each))
             each = each.flatten(1).sum(1) if each.ndim > 1 else each
             return (each if batch.weight is None else each * batch.weight).sum(), ()
 
-        value, _, slope = value_and_gradient(total, {"outputs": outputs})
+        value, _, slope = value_and_gradient(total, {"f": outputs})
         before = self.sums.get("log likelihood")
         self.sums["log likelihood"] = value.double() if before is None else before + value
-        return slope["outputs"]
+        return slope["f"]
 
     def take(self, parts: Sequence[Part]) -> list[Part]:
         """Add the gradient, which is in the first column of the parts; the parts without that column."""
@@ -92,21 +86,12 @@ class Tally:
         return [Part(part.layer, part.columns, part.rows[1:]) for part in parts]
 
 
-def estimate(
-    model: Model,
-    weights: Mapping[str, Tensor],
-    data: Data,
-    *,
-    structure: StructureName = "kron",
-    curvature: CurvatureName = "ggn",
-    watch: Callable[[int, str], None] | None = None,
-    **settings: Any,
-) -> Curvature:
+def estimate(model: Model, weights: Mapping[str, Tensor], data: Data, *, watch: Watch = None, **settings: Any) -> Curvature:
     """H of the random weights at `weights`, over all of the data: `start` with these `settings`, run to its end.
 
     `watch` is told the number of examples that were seen so far, and a note.
     """
-    return run(start(model, weights, data, structure=structure, curvature=curvature, **settings), data, watch)
+    return run(start(model, weights, data, **settings), data, watch)
 
 
 def start(
@@ -142,11 +127,13 @@ def start(
     needed = forecast(layers, structure, rank) if chosen is None else 5 * len(chosen) ** 2
     require(like.element_size() * needed, like.device, structure)
     if structure == "lowrank":
-        return _LowRank(layers, model, at.weights, data, rank, kind=curvature, seed=seed)
+        pairs = _LowRank(model, at.weights, data, rank, kind=curvature, seed=seed)
+        pairs.layers = layers
+        return pairs
     if curvature == "hessian":
         return ExactHessian(model, at.weights, data, plan(layers, structure), structure, chunk)
     blocks = plan(layers, structure, precision, sharing) if chosen is None else [Subset(layers, chosen)]
-    return _Sums(model, at, data, first, blocks, structure, curvature, chunk, negligible, tally)
+    return _Sums(at, data, first, blocks, structure, curvature, chunk, negligible, tally)
 
 
 class _Sums:
@@ -156,7 +143,6 @@ class _Sums:
 
     def __init__(
         self,
-        model: Model,
         at: Linearisation,
         data: Data,
         first: Batch,
@@ -167,12 +153,13 @@ class _Sums:
         negligible: float,
         tally: Tally | None,
     ):
-        self.model, self.at, self.blocks, self.structure, self.tally = model, at, list(blocks), structure, tally
+        self.model, self.at, self.blocks, self.structure, self.tally = at.model, at, list(blocks), structure, tally
+        # corrected eigenvalues need the eigenbases, which one pass over the data must find first
         self.passes, self.turn = 2 if structure == "ekfac" else 1, 0
-        self.device, self.noise = next(iter(at.weights.values())).device, model.noise(at.weights)
+        self.device, self.noise = next(iter(at.weights.values())).device, at.model.noise(at.weights)
         self.num_data, self.wished = data.num_data, chunk
         self.empirical = curvature == "empirical"
-        self.final = is_final(at, model) and structure == "kron" and not self.empirical and len(model.output_shape) == 1
+        self.final = is_final(at, at.model) and structure == "kron" and not self.empirical
         # blocks that never write a Jacobian down are limited by the CPU's caches, the others by their own matrices
         self.cached = self.device.type == "cpu" and structure in ("diag", "kron", "ekfac") and not isinstance(blocks[0], Subset)
         self._sizes: dict[tuple[int, bool], tuple[int, int]] = {}
@@ -180,12 +167,12 @@ class _Sums:
             tally.layers = at.all_layers
         for block in self.blocks:
             if isinstance(block, Kronecker):
+                # a restored block has sums, and nothing was added to it that would tell
                 block.dtype = next(iter(at.weights.values())).dtype
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._portions = partial(
-            Portions, self._fisher, lambda columns: self._size(columns)[0], first, negligible, data.resident
-        )
+        sizes = lambda columns: self._size(columns)[0]  # noqa: E731
+        self._portions = partial(Portions, self._fisher, sizes, first, negligible, data.resident)
         self.portions = None if self.empirical or self.final else self._portions()
 
     @property
@@ -196,14 +183,13 @@ class _Sums:
         """How many examples with so many columns, and how many of the columns, are looked at together."""
         tallied = self.tally is not None and self.turn == 0
         if (count, tallied) not in self._sizes:
-            columns = count + tallied
-            if self.final:
-                size = self.wished or choose_chunk(self.at, 1, self.device), 1
-            else:
+            together, enough = 1, None
+            if not self.final:
+                together = columns = count + tallied
                 enough = max(EXAMPLES, min(2 * EXAMPLES, ROWS // columns)) if self.cached else EXAMPLES
-                together = min(columns, max(2, ROWS // (self.wished or enough))) if self.cached else columns
-                size = self.wished or choose_chunk(self.at, together, self.device, enough), together
-            self._sizes[count, tallied] = size
+                if self.cached:
+                    together = min(columns, max(2, ROWS // (self.wished or enough)))
+            self._sizes[count, tallied] = self.wished or choose_chunk(self.at, together, self.device, enough), together
         return self._sizes[count, tallied]
 
     def add(self, batch: Batch) -> None:
@@ -216,7 +202,11 @@ class _Sums:
             return
         for part, choice in self.portions.of(batch):
             together = self._size(self.portions.columns if choice is None else choice.columns)[1]
-            self._add(part, partial(self._columns, part, choice), together)
+
+            def columns(outputs: Tensor, part: Batch = part, choice: Choice | None = choice) -> Columns:
+                return Columns(self._fisher(part, outputs), choice, part.weight, self._slope(part, outputs))
+
+            self._add(part, columns, together)
 
     @torch.no_grad()
     def _add(self, batch: Batch, columns: Callable[[Tensor], Tensor | Columns], together: int) -> None:
@@ -236,6 +226,7 @@ class _Sums:
 
     def _add_final(self, batch: Batch) -> None:
         """The factors of a last layer, whose gradients are those of the outputs."""
+        # B comes from the outputs alone, so that examples without targets must be taken out by weight
         batch = batch._replace(weight=_counted(batch))
 
         def column(f: Tensor) -> Tensor:
@@ -250,6 +241,7 @@ class _Sums:
         for block in self.blocks:
             assert isinstance(block, Kronecker)
             whole = block.layer.names == parts[0].layer.names
+            # the factor of a bias alone has an input of 1
             inputs = c if whole else c[:, :-1] if block.layer.weighted else torch.ones_like(c[:, :1])
             block.add_final(inputs, b, batch.weight)
 
@@ -257,14 +249,10 @@ class _Sums:
         outputs = self.at.outputs(batch.x) if outputs is None else outputs
         return losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
 
-    def _columns(self, batch: Batch, choice: Choice | None, outputs: Tensor) -> Columns:
-        """S of a batch, SSᵀ = F, times √weight; the column of the tally comes first."""
-        return Columns(self._fisher(batch, outputs), choice, batch.weight, self._slope(batch, outputs))
-
     def _gradients(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """The same for the gradient of the log-likelihood."""
         score = losses.gradient(self.model.likelihood, outputs, batch.y, self.noise, batch.mask)
         if batch.weight is not None:
+            # its outer product then has the weight itself
             score = score * batch.weight.sqrt().reshape(-1, *[1] * (score.ndim - 1))
         first = self._slope(batch, outputs)
         return score[None] if first is None else torch.stack([first, score])
@@ -319,18 +307,13 @@ class _Sums:
 
 
 class _LowRank(Eigenpairs):
-    """The leading eigenpairs as a curvature."""
-
-    def __init__(self, layers: Sequence[Layer], *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
-        self.layers = layers
+    layers: Sequence[Layer]
 
     def finish(self) -> Curvature:  # type: ignore[override]
         return Curvature([LowRank(self.layers, *super().finish())], "lowrank")
 
 
 def _counted(batch: Batch) -> Tensor | None:
-    """Example weights, 0 for examples of which nothing was observed."""
     if batch.mask is None:
         return batch.weight
     seen = (batch.mask.flatten(1).any(1) if batch.mask.ndim > 1 else batch.mask).float()
@@ -339,12 +322,9 @@ def _counted(batch: Batch) -> Tensor | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is kept, and what it takes
-
-
 def plan(
     layers: Sequence[Layer], structure: str, precision: Mapping[str, Tensor] | None = None, sharing: Sharing = "expand"
 ) -> list[Block]:
-    """Empty blocks for these layers."""
     if structure == "diag":
         return [Diagonal([layer]) for layer in layers]
     if structure == "block":
@@ -356,19 +336,15 @@ def plan(
         if layer.kind == "vector":
             blocks.append((Dense if layer.size <= SMALL else Diagonal)([layer]))
             continue
-        both = layer.biased and layer.weighted
-        equal = precision is None or not both or _agree(*(precision[name] for name in layer.names))
+        equal = True
+        if precision is not None and layer.biased and layer.weighted:
+            a, b = (precision[name] for name in layer.names)  # one number up to the rounding of how they were had?
+            equal = a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=0.0))
         blocks += [Kronecker([one], sharing) for one in ([layer] if equal else apart(layer))]
     return blocks
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two precisions are the same number, up to the rounding of how they were had."""
-    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=0.0))
-
-
 def forecast(layers: Sequence[Layer], structure: str, rank: int = 0) -> int:
-    """How many numbers a structure of these layers keeps."""
     if structure == "lowrank":
         return 3 * rank * sum(layer.size for layer in layers)
     return sum(block.elements(block.layers) for block in plan(layers, structure))
@@ -376,7 +352,7 @@ def forecast(layers: Sequence[Layer], structure: str, rank: int = 0) -> int:
 
 def require(needed: int, device: torch.device, structure: str) -> None:
     """A MemoryError with the forecast, before the work, where it cannot fit."""
-    free = available(device)
+    free = memory.available(device)
     log.debug("structure=%r keeps about %.2f GiB", structure, needed / 2**30)
     if free is not None and needed > free:
         raise MemoryError(
@@ -390,17 +366,14 @@ def choose_chunk(at: Linearisation, columns: int, device: torch.device, enough: 
 
     On a CPU `enough` are, by default as many as make 4,096 rows with their columns.
     """
-    free = available(device)
     one = at.bytes_per_example(columns)
-    if free is not None and one > free:
-        raise MemoryError(
-            f"the Jacobian of one example needs about {one / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}; "
-            "use fewer weights (where=), or another device"
-        )
+    advice = "use fewer weights (where=), or another device"
+    free = memory.require_memory(one, device, "the Jacobian of one example", advice)
+    # a GPU wants larger products to be busy
     budget = WORKSPACE * (8 if device.type == "cuda" else 1)
     budget = budget if free is None else min(budget, max(free // 4, 2**24))
     enough = (enough or max(128, min(1024, 4096 // max(columns, 1)))) if device.type == "cpu" else 8192
-    return int(max(1, min(enough, budget // (3 * at.bytes_per_example(columns)))))
+    return int(max(1, min(enough, budget // (3 * one))))
 
 
 def is_final(at: Linearisation, model: Model) -> bool:

@@ -1,7 +1,7 @@
 """Kronecker-factored curvature of one layer: H ≈ A ⊗ B/n, in the eigenbases of its factors.
 
-Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature; with weight sharing in the two
-senses of Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures; with
+Martens & Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature; with weight sharing in the
+two senses of Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures; with
 corrected eigenvalues by George et al. (2018), Fast approximate natural gradient descent in a Kronecker-factored eigenbasis.
 """
 
@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.curvature.layers import Layer, Part, add_gram
-from plausible.blocks.curvature.structures import Block, squares
+from plausible.blocks.curvature.structures import Block, squares, weighted_gram
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
-EXACT = 128
-"""Sizes up to which factors are added up in float64."""
-WIDE = 256
-"""Sizes up to which factors are decomposed in float64."""
+EXACT = 128  # sizes up to which factors are added up in float64
+WIDE = 256  # sizes up to which factors are decomposed in float64
 
 
 class Kronecker(Block):
     """H ≈ Σ_g A_g ⊗ B_g / n: A = Σ ccᵀ of the layer's inputs, B = Σ rrᵀ of the gradients at its outputs, n = Σ 1.
 
-    Where a weight is used at several positions, "expand" sums over positions as if they were examples, and "reduce" takes the mean
-    of the inputs and the sum of the gradients over the positions first. `values` [G, out, in] are the eigenvalues, in the
+    Where a weight is used at several positions, "expand" sums over positions as if they were examples, and "reduce" takes the
+    mean of the inputs and the sum of the gradients over the positions first. `values` [G, out, in] are the eigenvalues, in the
     eigenbases `into` [G, in, in] (None: the standard one, of tables) and `out` [G, out, out].
     """
 
@@ -60,6 +58,7 @@ class Kronecker(Block):
         reduced = self.sharing == "reduce" and part.shared
         self.sums["b"] = _grown(self.sums.get("b"), part.rows.sum(2, keepdim=True) if reduced else part.rows)
         self.dtype = part.rows.dtype
+        # inputs are the same for all columns of these examples: they count once
         if again:
             return
         c, batch = part.columns, part.rows.shape[1]
@@ -67,24 +66,22 @@ class Kronecker(Block):
         if self.layer.kind == "table":
             a = self._counts(c, weight, reduced)
             self._add("a", a)
-            self._count(total if reduced else float(a.sum()))
+            count = total if reduced else float(a.sum())
         else:
             c = c.mean(1, keepdim=True) if reduced else c
             self.sums["a"] = _grown(self.sums.get("a"), c, weight)
-            self._count(total * c.shape[1])
+            count = total * c.shape[1]
+        self._add("count", torch.tensor(count, dtype=torch.float64))
 
     def add_final(self, columns: Tensor, b: Tensor, weight: Tensor | None) -> None:
         """The same from the inputs [B, in] of a last layer, whose B [out, out] of the examples was made elsewhere."""
         self.sums["a"] = _grown(self.sums.get("a"), columns[:, None], weight)
         self._add("b", b[None].to(_wide(b)))
         self.dtype = columns.dtype
-        self._count(float(len(columns) if weight is None else weight.sum()))
+        self._add("count", torch.tensor(float(len(columns) if weight is None else weight.sum()), dtype=torch.float64))
 
     def _add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
-
-    def _count(self, number: float) -> None:
-        self._add("count", torch.tensor(number, dtype=torch.float64))
 
     def _counts(self, ids: Tensor, weight: Tensor | None, reduced: bool) -> Tensor:
         """The diagonal of A: how often each row was used, or squares of the shares of the positions that used it."""
@@ -94,8 +91,10 @@ class Kronecker(Block):
         if not reduced:
             return torch.bincount(ids[kept], weights=each[kept], minlength=into)[None]
         batch, positions = ids.shape
+        # a number for each pair of example and row, so that `unique` counts within examples
         keys = ids + into * torch.arange(batch, device=ids.device)[:, None]
         unique, counts = keys[kept].unique(return_counts=True)
+        # the mean of one-hot columns is the share of positions that picked a row
         shares = (counts.double() / positions).square() * each[unique // into, 0]
         return torch.bincount(unique % into, weights=shares, minlength=into)[None]
 
@@ -110,29 +109,24 @@ class Kronecker(Block):
         inner, self.into = (a, None) if self.layer.kind == "table" else eigen(a, self.dtype)
         self.values = ((values / max(count, 1e-30))[:, :, None] * inner[:, None, :]).to(self.dtype)
 
-    def rotated(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Columns and rows in the eigenbases."""
+    def rotated(self, part: Part) -> Part:
         c = part.columns if self.into is None else torch.einsum("btgi,gij->btgj", part.columns, self.into)
-        return c, torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
+        return Part(part.layer, c, torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out))
 
     def correct(self, part: Part) -> None:
         """Add the second moments along the eigenvectors, which take the place of the products of eigenvalues."""
+        turned = self.rotated(part)
         if self.layer.kind == "table":
-            rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
-            moments = squares(Part(part.layer, part.columns, rows)).T[None]
+            moments = squares(turned).T[None]
+        elif turned.shared:
+            moments = squares(turned)
         else:
-            c, r = self.rotated(part)
-            turned = Part(part.layer, c, r)
-            if not turned.shared:
-                moments = torch.einsum("bgo,bgi->goi", r[:, :, 0].square().sum(0), c[:, 0].square())
-            else:
-                moments = torch.stack([block.matrices().square().sum((0, 1)) for block in turned.blocks()]).sum(0)
+            r, c = turned.rows[:, :, 0], turned.columns[:, 0]
+            moments = torch.einsum("bgo,bgi->goi", r.square().sum(0), c.square())
         self._add("corrected", moments)
 
     # -----------------------------------------------------------------------------------------------------------------
-
     def _precisions(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """s·values + τ: [G, out, in]."""
         taus = [precision[name] for name in self.layer.names]
         if any(tau.ndim for tau in taus):
             raise ValueError(
@@ -142,7 +136,6 @@ class Kronecker(Block):
         return scale * self.values + taus[0]
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """Σ log(s·values + τ)."""
         return self._precisions(precision, scale).log().sum()
 
     def _turn(self, matrices: Tensor, back: bool) -> Tensor:
@@ -154,6 +147,7 @@ class Kronecker(Block):
         return turned @ (self.into.transpose(-1, -2) if back else self.into)
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
+        # diag(U D Uᵀ) = U² d, without the matrix itself
         variances = self.out.square() @ (1 / self._precisions(precision, scale))
         variances = variances if self.into is None else variances @ self.into.square().transpose(-1, -2)
         return self.layer.weights(variances)
@@ -169,25 +163,12 @@ class Kronecker(Block):
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         turned = self._turn(self.layer.matrix(vector)[None], back=False)[0]
+        # millions of terms of one sign: in float32 the sum would lose digits
         return (turned.square_() / self._precisions(precision, scale)).sum(dtype=widest(turned.device))
 
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ_ij (u_iᵀc)² (v_jᵀr_k)(v_jᵀr_l)/(s·values_ij + τ): no Jacobian where weights are not shared."""
-        (part,) = parts
-        v = 1 / self._precisions(precision, scale)
-        if self.layer.kind == "table":
-            rows = torch.einsum("kbtgo,gop->kbtgp", part.rows, self.out)
-            turned = Part(part.layer, part.columns, rows)
-        else:
-            turned = Part(part.layer, *self.rotated(part))
-            if not turned.shared:
-                r, inner = turned.rows[:, :, 0], torch.einsum("bgi,goi->bgo", turned.columns[:, 0].square(), v)
-                return torch.einsum("kbgo,bgo,lbgo->bkl", r, inner, r)
-        grams = []
-        for block in turned.blocks():
-            j = block.matrices().flatten(2)
-            grams.append(torch.einsum("kbp,p,lbp->bkl", j, v.reshape(-1), j))
-        return torch.cat(grams)
+        return weighted_gram(self.rotated(parts[0]), 1 / self._precisions(precision, scale))
 
     def final(self, columns: Tensor, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """The same for a layer whose outputs are those of the network, at its inputs [B, in]: variances [B, out] alone."""
@@ -209,9 +190,9 @@ class Kronecker(Block):
     def plus(self, other: Self) -> Self:
         """The sum in the eigenbases of its two partial traces, with its own diagonal there as eigenvalues.
 
-        A sum of Kronecker products is none. This has its trace, is exact where both terms have the same bases, and takes the memory
-        of one term however many there were. (Adding the factors, A₁ + A₂ and B₁ + B₂, would count A₁ ⊗ B₂ and A₂ ⊗ B₁ too.) Cost:
-        three decompositions of matrices of the layer's width.
+        A sum of Kronecker products is none. This has its trace, is exact where both terms have the same bases, and takes the
+        memory of one term however many there were. (Adding the factors, A₁ + A₂ and B₁ + B₂, would count A₁ ⊗ B₂ and A₂ ⊗ B₁
+        too.) Cost: three decompositions of matrices of the layer's width.
         """
         terms = (self, other)
         outer = sum((term.out * term.values.sum(2)[:, None]) @ term.out.transpose(-1, -2) for term in terms)
@@ -243,6 +224,7 @@ def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) 
         total = torch.zeros(groups, size, size, dtype=_wide(vectors), device=vectors.device)
     if groups == 1 and size <= EXACT:
         vectors = vectors.to(total.dtype)
+    # on one side only: Σ w vvᵀ, and not w² of it
     weighted = vectors if weight is None else vectors * weight.to(vectors.dtype).reshape(-1, *[1] * (vectors.ndim - 1))
     add_gram(total, weighted, vectors)
     return total

@@ -11,12 +11,10 @@ from torch import Tensor
 from plausible.blocks.curvature.recording import Kind
 from plausible.core.weights import Weights
 
-BLOCK = 2**24
-"""Numbers of a Jacobian that may stand in memory at once."""
-STRIPS = 5
-"""In how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster."""
+BLOCK = 2**24  # numbers of a Jacobian that may stand in memory at once
+STRIPS = 5  # in how many strips a CPU computes a symmetric sum: narrow ones do little below the diagonal, wide ones run faster
+# bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)
 RETAINED = 2**25 - 2**16
-"""Bytes of a block that teaches the C library to keep freed memory: the largest that does (32 MiB with its header)."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,12 @@ class Layer:
         return self.groups, first // self.groups, inner + self.biased
 
     def matrix(self, weights: Mapping[str, Tensor], lead: int = 0) -> Tensor:
-        """The weights as [*lead, groups, out, in]."""
-        groups, out, into = self.matrix_shape
+        """The weights as [*lead, groups, out, in]; those of a vector as [*lead, size]."""
         values = [weights[name] for name in self.names]
         front = values[0].shape[:lead]
+        if self.kind == "vector":
+            return torch.cat([value.reshape(*front, -1) for value in values], -1)
+        groups, out, into = self.matrix_shape
         if not self.weighted:
             return values[0].reshape(*front, 1, out, 1)
         if self.kind == "table":
@@ -71,7 +71,6 @@ class Layer:
         return torch.cat([whole, values[1].reshape(*front, groups, out, 1)], -1) if self.biased else whole
 
     def weights(self, matrix: Tensor) -> Weights:
-        """The inverse of `matrix`."""
         front = matrix.shape[:-3]
         if not self.weighted or self.transposed or self.kind == "table":
             return {self.names[0]: matrix.transpose(-1, -2).reshape(*front, *self.shapes[0])}
@@ -87,7 +86,6 @@ class Layer:
         return self.weights(total) if self.kind == "matrix" else {self.names[0]: total}
 
     def split(self, flat: Tensor) -> Weights:
-        """Weights from [*lead, size]."""
         parts = flat.split_with_sizes(self.sizes, dim=-1)
         return {n: part.reshape(*flat.shape[:-1], *s) for n, part, s in zip(self.names, parts, self.shapes)}
 
@@ -96,8 +94,8 @@ class Layer:
 class Part:
     """What one layer knows of JᵀS for a batch of B examples and K columns.
 
-    Matrices: `columns` [B, T, G, in] (with ones for the bias), `rows` [K, B, T, G, out]. Tables: `columns` are numbers [B, T], −1
-    for none. Vectors: `rows` is the Jacobian itself, [K, B, size].
+    Matrices: `columns` [B, T, G, in] (with ones for the bias), `rows` [K, B, T, G, out]. Tables: `columns` are numbers [B, T],
+    −1 for none. Vectors: `rows` is the Jacobian itself, [K, B, size].
     """
 
     layer: Layer
@@ -117,8 +115,10 @@ class Part:
         if self.layer.kind == "table":
             _, out, into = self.layer.matrix_shape
             count, batch = self.rows.shape[:2]
+            # a table's Jacobian is zero but for the rows that were looked up
             whole = self.rows.new_zeros(count, batch, into, out)
             index = self.columns.clamp(min=0)[None, :, :, None].expand(count, -1, -1, out)
+            # −1 stands for padding, whose row is never learned
             kept = self.rows[:, :, :, 0] * (self.columns >= 0)[None, :, :, None]
             return whole.scatter_add_(2, index, kept).transpose(-1, -2)[:, :, None]
         return torch.einsum("kbtgo,btgi->kbgoi", self.rows, self.columns)
@@ -133,6 +133,7 @@ class Part:
             total += rows.sum(0)
         elif layer.kind == "table":
             kept = (rows[:, :, 0] * (self.columns >= 0)[:, :, None]).flatten(0, 1)
+            # no [in, out] for each example: only the rows that were used are touched
             total.index_add_(0, self.columns.clamp(min=0).flatten(), kept)
         else:
             add_products(total, rows, self.columns)
@@ -140,7 +141,6 @@ class Part:
 
     @property
     def shared(self) -> bool:
-        """Whether the weight is used at several positions of an example."""
         return self.rows.ndim > 3 and self.rows.shape[2] > 1
 
     def blocks(self) -> Sequence[Part]:
@@ -155,20 +155,20 @@ class Part:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums over examples, added up in place
-
-
 def keep_freed_memory() -> None:
     """Let every chunk use the memory of the chunk before it.
 
     glibc gives freed memory back to the system beyond a limit that it learns from the largest block that was freed; at first that
     is less than a chunk, each page of which then has to be had and cleared anew. This block is never written to, so it takes none.
     """
+    # freed at once; glibc remembers its size as the new threshold
     torch.empty(RETAINED, dtype=torch.uint8)
 
 
 def add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add to a total [G, m, n]: Σ a bᵀ by groups, over the leading axes of a [..., G, m] and b [..., G, n]."""
     if a.shape[-2] == 1:
+        # in place and without a temporary, which for wide layers would be as large as the total
         total[0].addmm_(a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]))
     else:
         total += torch.einsum("ngi,ngj->gij", a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
@@ -184,6 +184,7 @@ def add_gram(total: Tensor, a: Tensor, b: Tensor) -> None:
         return add_products(total, a, b)
     a, b, whole = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]), total[0]
     if total.dtype != a.dtype:
+        # of another type there is no addmm_: float32 products, summed in float64
         whole += a.T @ b
         return None
     width = max(64, 16 * -(-len(whole) // (16 * STRIPS)))  # kernels work on multiples of 16

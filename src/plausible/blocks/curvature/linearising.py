@@ -1,7 +1,7 @@
 """Jacobians of the outputs with respect to the weights, layer by layer, without writing them down where that can be avoided.
 
-For columns S_k of an output-space matrix, J_nᵀS_k of a linear layer is Σ_t row ⊗ column over the positions t at which its weight
-was used: rows are gradients at the layer's output, columns its inputs. `Linearisation` gives both, for every layer.
+For columns S_k of an output-space matrix, J_nᵀS_k of a linear layer is Σ_t row ⊗ column over the positions t at which its
+weight was used: rows are gradients at the layer's output, columns its inputs. `Linearisation` gives both, for every layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plausible.blocks.curvature.recording import Recorder, Use
 from plausible.core.data import num_rows, take
 from plausible.core.model import Model
 from plausible.core.special import flushed
-from plausible.core.weights import Weights, num_elements, tree_map
+from plausible.core.weights import Weights, num_elements, stack, tree_map
 
 
 class Linearisation:
@@ -32,6 +32,7 @@ class Linearisation:
     def __init__(self, model: Model, weights: Mapping[str, Tensor], x: Any):
         self.model = model
         self.names = tuple(n for n in model.random if not n.startswith("likelihood."))
+        # weights of units that are never used decay to denormal numbers, which are slow
         self.weights = {name: flushed(value.detach()) for name, value in weights.items()}
         self.cloning = False
         self.batched: bool | None = None  # whether all columns go through one backward pass; found out by trying
@@ -40,7 +41,6 @@ class Linearisation:
             self._probe(_usable(x))
 
     # -----------------------------------------------------------------------------------------------------------------
-
     def _record(self, x: Any, grad: bool) -> tuple[Tensor, list[Use], Weights]:
         leaves = {name: self.weights[name].detach().requires_grad_(grad) for name in self.names}
         with torch.set_grad_enabled(grad), Recorder(leaves) as recorder:
@@ -61,26 +61,26 @@ class Linearisation:
         def moved(leaf: Tensor) -> Tensor:  # so that no two positions are alike
             return leaf + 1e-2 * torch.randn(leaf.shape, generator=stream).to(leaf) if leaf.is_floating_point() else leaf
 
+        # the axis that grows from two examples to three is that of the examples
         three = tree_map(moved, take(x, [0, 1 % rows, 2 % rows]))
         two = take(three, [0, 1])
         with torch.no_grad():
-            found = [self._record(part, grad=False)[1] for part in (two, three)]
+            uses, more = (self._record(part, grad=False)[1] for part in (two, three))
         self.axes: dict[tuple[str | None, str | None], list[tuple[int, str]]] = {}
-        others = set(self._others)
-        if len(found[0]) != len(found[1]):
-            others = set(self.names)
-        for a, b in zip(*found):
+        others = set(self._others) if len(uses) == len(more) else set(self.names)
+        for a, b in zip(uses, more):
             place = _place(a.columns, b.columns, a.outputs, b.outputs)
             if place is None:
                 others |= {n for n in (a.weight, a.bias) if n is not None}
                 continue
             self.axes.setdefault((a.weight, a.bias), []).append(place)
-        self._settle_flat(two, found[0], others)
-        self._group(found[0], others)
-        scale = num_elements({n: self.weights[n] for n in self.others})
-        seen = [use for use in found[0] if (use.weight, use.bias) in self.layers]
-        self.per_example = [self._elements(seen, k) for k in (0, 1)]
-        self.per_example[1] += scale
+        self._settle_flat(two, uses, others)
+        self._group(uses, others)
+        seen = [use for use in uses if (use.weight, use.bias) in self.layers]
+        # numbers that an example needs: without columns, and for each column of S
+        held = sum(2 * use.arrange(use.columns[:1]).numel() + 3 * use.outputs.numel() // 2 for use in seen) + 1
+        each = sum(use.outputs.numel() for use in seen) // 2 + 1
+        self.per_example = held, each + num_elements({n: self.weights[n] for n in self.others})
 
     def _settle_flat(self, two: Any, uses: list[Use], others: set[str]) -> None:
         """Where examples and positions share an axis: which of them runs faster along it."""
@@ -97,6 +97,7 @@ class Linearisation:
             axis = self.axes[key][at][0]
             first, second = (u.outputs.movedim(axis, 0) for u in (a, b))
             half = len(first) // 2
+            # two examples swapped: blocks change places, or neighbours do
             major = torch.allclose(first[:half], second[half:]) and torch.allclose(first[half:], second[:half])
             minor = torch.allclose(first[0::2], second[1::2]) and torch.allclose(first[1::2], second[0::2])
             if major == minor:
@@ -111,6 +112,7 @@ class Linearisation:
             for name in (use.weight, use.bias):
                 if name is not None:
                     pairs.setdefault(name, set()).add(how)
+        # a tied weight has a Jacobian that no single layer knows
         others |= {name for name, ways in pairs.items() if len(ways) > 1}
         # a layer of which one weight is not seen whole is not seen at all
         for use in uses:
@@ -122,23 +124,16 @@ class Linearisation:
             key = (use.weight, use.bias)
             if key in self.layers or set(key) & others:
                 continue
-            own = tuple(n for n in key if n is not None)
-            shapes = tuple(tuple(self.weights[n].shape) for n in own)
+            names = tuple(n for n in key if n is not None)
+            shapes = tuple(tuple(self.weights[n].shape) for n in names)
             weighted = use.weight is not None
             groups = use.groups if weighted else 1
-            self.layers[key] = Layer(own, use.kind, shapes, use.bias is not None, weighted, use.transposed, groups)
+            self.layers[key] = Layer(names, use.kind, shapes, use.bias is not None, weighted, use.transposed, groups)
         self.others = tuple(n for n in self.names if n in others)
         self.rest = [Layer((n,), "vector", (tuple(self.weights[n].shape),)) for n in self.others]
 
-    def _elements(self, uses: list[Use], column: int) -> int:
-        """How many numbers an example needs: without columns, and for each column of S."""
-        if column:
-            return sum(use.outputs.numel() for use in uses) // 2 + 1
-        return sum(2 * use.arrange(use.columns[:1]).numel() + 3 * use.outputs.numel() // 2 for use in uses) + 1
-
     @property
     def all_layers(self) -> list[Layer]:
-        """In the order of their first weight."""
         layers = [*self.layers.values(), *self.rest]
         return sorted(layers, key=lambda layer: self.names.index(layer.names[0]))
 
@@ -148,16 +143,14 @@ class Linearisation:
         return item * (self.per_example[0] + columns * self.per_example[1])
 
     # -----------------------------------------------------------------------------------------------------------------
-
     def outputs(self, x: Any) -> Tensor:
-        """f(x): [B, *outputs]."""
         with torch.no_grad():
             return self.model.outputs(self.weights, x)
 
     def __call__(self, x: Any, roots: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Part]]:
         """f(x) [B, *O], and for S = roots(f(x)) [K, B, *O] the parts of JᵀS."""
-        (found,) = self.slices(x, roots)
-        return found
+        (whole,) = self.slices(x, roots)
+        return whole
 
     def slices(
         self, x: Any, roots: Callable[[Tensor], Tensor | Columns], count: int | None = None
@@ -165,7 +158,12 @@ class Linearisation:
         """The same for `count` of the K columns after the other, by one forward pass and a backward pass for each slice."""
         with torch.inference_mode(False), torch.enable_grad():
             x = _usable(x)
-            outputs, uses = self._forward(x)
+            outputs, uses, _ = self._record(x, grad=True) if self.layers else (self.outputs(x), [], {})
+            uses = [use for use in uses if (use.weight, use.bias) in self.layers]
+            self._check_rows(uses, num_rows(x), x)
+            if uses and not outputs.requires_grad:  # nothing that is random reaches the outputs
+                # a graph to walk back through, with gradients of zero
+                outputs = outputs + 0 * torch.stack([use.outputs.sum() for use in uses]).sum()
             with torch.no_grad():
                 columns = roots(outputs.detach())
                 inputs = self._inputs(uses, num_rows(x))
@@ -176,32 +174,21 @@ class Linearisation:
                 parts = self._parts(x, outputs, uses, inputs, columns[start : start + count], last)
             yield outputs.detach(), parts
 
-    def _forward(self, x: Any) -> tuple[Tensor, list[Use]]:
-        if not self.layers:
-            return self.outputs(x), []
-        outputs, uses, _ = self._record(x, grad=True)
-        uses = [use for use in uses if (use.weight, use.bias) in self.layers]
-        self._check_rows(uses, num_rows(x), x)
-        if not outputs.requires_grad:  # nothing that is random reaches the outputs
-            outputs = outputs + 0 * torch.stack([use.outputs.sum() for use in uses]).sum()
-        return outputs, uses
-
     def _spots(self, uses: list[Use]) -> Iterator[tuple[Layer, list[tuple[int, tuple[int, str]]]]]:
         """Of each layer the numbers of its uses, and where the examples are in them."""
         for key, layer in self.layers.items():
-            own = [i for i, use in enumerate(uses) if (use.weight, use.bias) == key]
+            numbers = [i for i, use in enumerate(uses) if (use.weight, use.bias) == key]
             places = self.axes[key]
-            yield layer, [(i, places[min(j, len(places) - 1)]) for j, i in enumerate(own)]
+            yield layer, [(i, places[min(j, len(places) - 1)]) for j, i in enumerate(numbers)]
 
     def _inputs(self, uses: list[Use], batch: int) -> dict[Layer, Tensor]:
-        """The columns of the layers, with ones for a bias."""
-        found = {}
+        columns = {}
         for layer, spots in self._spots(uses):
-            cs = [_arranged(uses[i].columns, uses[i].arrange, spot, batch) for i, spot in spots]
+            cs = [_stacked(uses[i].columns[None], uses[i].arrange, spot, batch)[0] for i, spot in spots]
             ones = layer.kind == "matrix" and layer.biased and layer.weighted
             c = cs[0] if len(cs) == 1 else torch.cat(cs, 1)
-            found[layer] = torch.cat([c, c.new_ones(*c.shape[:-1], 1)], -1) if ones else c
-        return found
+            columns[layer] = torch.cat([c, c.new_ones(*c.shape[:-1], 1)], -1) if ones else c
+        return columns
 
     def _parts(
         self, x: Any, outputs: Tensor, uses: list[Use], inputs: Mapping[Layer, Tensor], columns: Tensor, last: bool
@@ -211,6 +198,7 @@ class Linearisation:
             return self._rest(x, columns)
         batch, inner = num_rows(x), [use.outputs for use in uses]
         if self.batched is None and len(columns) > 1:
+            # what works for one chunk works for all: the network is the same
             self.batched = can_batch(outputs, inner, columns)
         collected = gradients(outputs, inner, columns, bool(self.batched), keep=not last)
         parts = []
@@ -233,6 +221,7 @@ class Linearisation:
             if not wrong:
                 return
             if not again:
+                # the number of positions may depend on the batch (a padded sequence): probe again, once
                 before = list(self.layers)
                 self._probe(x)
                 if list(self.layers) != before:
@@ -254,20 +243,13 @@ class Linearisation:
             one = tree_map(lambda leaf: leaf[None], row)
             return (self.model.outputs({**fixed, **w}, one)[0] * column).sum()
 
-        def loop() -> Weights:
-            found = []
-            for k in range(len(columns)):
-                each = []
-                for b in range(num_rows(x)):
-                    leaves = {n: v.detach().requires_grad_() for n, v in moving.items()}
-                    with torch.enable_grad():
-                        value = contracted(leaves, take(x, b), columns[k, b])
-                    grads: Any = [None] * len(leaves)
-                    if value.requires_grad:
-                        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-                    each.append([torch.zeros_like(v) if g is None else g for v, g in zip(leaves.values(), grads)])
-                found.append([torch.stack(column) for column in zip(*each)])
-            return {n: torch.stack([row[i] for row in found]) for i, n in enumerate(moving)}
+        def alone(k: int, b: int) -> Weights:
+            leaves = {n: v.detach().requires_grad_() for n, v in moving.items()}
+            with torch.enable_grad():
+                value = contracted(leaves, take(x, b), columns[k, b])
+            if not value.requires_grad:
+                return {n: torch.zeros_like(v) for n, v in moving.items()}
+            return dict(zip(moving, torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)))
 
         inner = torch.func.vmap(torch.func.grad(contracted), in_dims=(None, 0, 0))
         try:
@@ -276,13 +258,12 @@ class Linearisation:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, ValueError):
-            jacobians = loop()
+            jacobians = stack([stack([alone(k, b) for b in range(num_rows(x))]) for k in range(len(columns))])
         empty = columns.new_zeros(0)
         return [Part(layer, empty, jacobians[layer.names[0]].detach().flatten(2)) for layer in self.rest]
 
 
 def _usable(x: Any) -> Any:
-    """Inputs that autograd can keep."""
     return tree_map(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, x)
 
 
@@ -299,33 +280,22 @@ def _place(a: Tensor, b: Tensor, z: Tensor, y: Tensor) -> tuple[int, str] | None
     return axis, "" if z.shape[axis] == 2 else "?"
 
 
-def _arranged(value: Tensor, arrange: Callable[[Tensor], Tensor], place: tuple[int, str], batch: int) -> Tensor:
-    """[B, positions, …] from what a call had or gave."""
+def _stacked(value: Tensor, arrange: Callable[[Tensor], Tensor], place: tuple[int, str], batch: int) -> Tensor:
+    """[K, B, positions, …] from what a call had or from gradients at what it gave, [K, …]."""
     axis, order = place
-    found = arrange(value.movedim(axis, 0) if axis else value)
+    rows = arrange(value.movedim(axis + 1, 1).flatten(0, 1)).unflatten(0, (len(value), -1))
     if not order:
-        return found
+        return rows
     if order == "major":
-        return found.unflatten(0, (batch, -1)).flatten(1, 2)
-    return found.unflatten(0, (-1, batch)).transpose(0, 1).flatten(1, 2)
-
-
-def _stacked(value: Tensor, rows: Callable[[Tensor], Tensor], place: tuple[int, str], batch: int) -> Tensor:
-    """[K, B, positions, …] from gradients [K, …] at what a call gave."""
-    axis, order = place
-    found = rows(value.movedim(axis + 1, 1).flatten(0, 1)).unflatten(0, (len(value), -1))
-    if not order:
-        return found
-    if order == "major":
-        return found.unflatten(1, (batch, -1)).flatten(2, 3)
-    return found.unflatten(1, (-1, batch)).transpose(1, 2).flatten(2, 3)
+        return rows.unflatten(1, (batch, -1)).flatten(2, 3)
+    return rows.unflatten(1, (-1, batch)).transpose(1, 2).flatten(2, 3)
 
 
 def _part(layer: Layer, c: Tensor, r: Tensor) -> Part:
     if layer.kind == "vector":  # w ∘ c + b
-        own = [(r * c).sum((2, 3))] if layer.weighted else []
-        own += [r.sum((2, 3))] if layer.biased else []
-        return Part(layer, c[:0], torch.cat(own, -1))
+        jacobian = [(r * c).sum((2, 3))] if layer.weighted else []
+        jacobian += [r.sum((2, 3))] if layer.biased else []
+        return Part(layer, c[:0], torch.cat(jacobian, -1))
     if layer.kind == "matrix" and not layer.weighted:
         r = r.flatten(3).unsqueeze(3)
         return Part(layer, r.new_ones(*r.shape[1:4], 1), r)
@@ -334,8 +304,6 @@ def _part(layer: Layer, c: Tensor, r: Tensor) -> Part:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients of many columns at once: ∂⟨S_k, f⟩/∂z for K columns S of the outputs, at tensors z inside a network
-
-
 def gradients(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor, together: bool, keep: bool = False) -> list[Tensor]:
     """[K, *z.shape] for each z in `inner`, for columns [K, *outputs.shape]; 0 where f does not depend on z.
 
@@ -343,12 +311,12 @@ def gradients(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor, togethe
     used up, unless it is to be kept.
     """
     if together:
-        found = torch.autograd.grad(outputs, inner, columns, is_grads_batched=True, allow_unused=True, retain_graph=keep)
-        return [z.new_zeros(len(columns), *z.shape) if g is None else g for z, g in zip(inner, found)]
+        grads = torch.autograd.grad(outputs, inner, columns, is_grads_batched=True, allow_unused=True, retain_graph=keep)
+        return [z.new_zeros(len(columns), *z.shape) if g is None else g for z, g in zip(inner, grads)]
     whole = [z.new_zeros(len(columns), *z.shape) for z in inner]
     for k, column in enumerate(columns):
-        found = torch.autograd.grad(outputs, inner, column, retain_graph=keep or k + 1 < len(columns), allow_unused=True)
-        for kept, grad in zip(whole, found):
+        grads = torch.autograd.grad(outputs, inner, column, retain_graph=keep or k + 1 < len(columns), allow_unused=True)
+        for kept, grad in zip(whole, grads):
             if grad is not None:
                 kept[k] = grad
     return whole
@@ -361,8 +329,8 @@ def can_batch(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor) -> bool
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # PyTorch warns of operations that have no rule, over which it loops
-            found = torch.autograd.grad(
-                outputs, inner, columns[:1], is_grads_batched=True, retain_graph=True, allow_unused=True
+            whole = torch.autograd.grad(
+                outputs, inner, columns[:1], retain_graph=True, is_grads_batched=True, allow_unused=True
             )
     except torch.OutOfMemoryError:
         raise
@@ -371,5 +339,5 @@ def can_batch(outputs: Tensor, inner: Sequence[Tensor], columns: Tensor) -> bool
     single = torch.autograd.grad(outputs, inner, columns[0], retain_graph=True, allow_unused=True)
     return all(
         torch.allclose(a[0], b, rtol=1e-3, atol=1e-5 * float(b.abs().max())) if a is not None and b is not None else a is b
-        for a, b in zip(found, single)
+        for a, b in zip(whole, single)
     )

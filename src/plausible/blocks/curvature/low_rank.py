@@ -1,31 +1,28 @@
 """C ≈ Σ_k λ_k v_kv_kᵀ: the leading eigenpairs of a curvature matrix over the data, from products alone, and what they are good for.
 
 Block Lanczos with a random start, full re-orthogonalisation and thick restarts (Wu & Simon 2000; Musco & Musco 2015 on random
-starts): products with a block of rank + oversample vectors widen an orthonormal basis, and the matrix seen through it, small and in
-float64, gives the pairs. Its eigenvalues are lower bounds of those of C (of the largest ones, for the Hessian).
+starts): products with a block of rank + oversample vectors widen an orthonormal basis, and the matrix seen through it, small
+and in float64, gives the pairs. Its eigenvalues are lower bounds of those of C (of the largest ones, for the Hessian).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.curvature.layers import Layer, Part
-from plausible.blocks.curvature.products import Kind, Product
+from plausible.blocks.curvature.products import FEWER, Kind, Product
 from plausible.blocks.curvature.structures import Block, flat, flat_precision, named, weighted_gram
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data
-from plausible.core.memory import available
+from plausible.core.data import Batch, Data, Watch, run
+from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.passes import run
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 _START = 0x6C6F7772  # the path of the random start below the seed
 
@@ -45,7 +42,6 @@ class LowRank(Block):
 
     @classmethod
     def elements(cls, layers: Sequence[Layer]) -> int:
-        """Of one eigenvector."""
         return sum(layer.size for layer in layers)
 
     def add(self, parts: Sequence[Part], weight: Tensor | None, again: bool = False) -> None:
@@ -54,24 +50,28 @@ class LowRank(Block):
     def finish(self) -> None:
         pass
 
+    def _whitened(self, precision: Mapping[str, Tensor], scale: Tensor) -> tuple[Tensor, Tensor]:
+        """√τ [P] and W √(s·diag(λ)) [P, k], in float64."""
+        root = flat_precision(self.layers, precision).double().sqrt()
+        stretch = (scale * self.values).double().clamp(min=0).sqrt()
+        return root, flat(self.layers, self.vectors).double().T / root[:, None] * stretch
+
     def _eigen(self, precision: Mapping[str, Tensor], scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """√τ [P], Q [P, k] and μ [k], in float64."""
-        root = flat_precision(self.layers, precision).double().sqrt()
+        root, w = self._whitened(precision, scale)
         if not bool((root > 0).all()):
             raise ValueError(
                 "a curvature of low rank says nothing of most directions, so that every weight needs a prior that curves: use "
                 "prior=priors.Gaussian(…), or structure='full'"
             )
-        w = flat(self.layers, self.vectors).double().T / root[:, None] * (scale * self.values).double().clamp(min=0).sqrt()
         inner, turn = torch.linalg.eigh(w.T @ w)
-        kept = inner > 1e-12 * inner.max()
+        kept = inner > 1e-12 * inner.max()  # directions that rounding alone has made would be divided by almost nothing
         q = torch.where(kept, w @ turn / torch.where(kept, inner, 1.0).sqrt(), 0.0)
         return root, q, torch.where(kept, inner, 0.0)
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """Σ log τ + Σ log(1 + μ)."""
-        root = flat_precision(self.layers, precision).double().sqrt()
-        w = flat(self.layers, self.vectors).double().T / root[:, None] * (scale * self.values).double().clamp(min=0).sqrt()
+        root, w = self._whitened(precision, scale)
         inner = w.T @ w + torch.eye(len(self.values), dtype=torch.float64, device=w.device)
         return 2 * root.log().sum() + torch.linalg.slogdet(inner).logabsdet
 
@@ -101,10 +101,10 @@ class LowRank(Block):
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """J D⁻¹ Jᵀ less what the data say along Q."""
         root, q, mu = self._eigen(precision, scale)
-        wide = [
-            Part(p.layer, p.columns.double() if p.columns.is_floating_point() else p.columns, p.rows.double()) for p in parts
-        ]
-        total = torch.stack([weighted_gram(part, named(self.layers, 1 / root.square())) for part in wide]).sum(0)
+        ids = [part.layer.kind == "table" for part in parts]  # their columns are numbers of rows
+        wide = [Part(p.layer, p.columns if table else p.columns.double(), p.rows.double()) for p, table in zip(parts, ids)]
+        prior = named(self.layers, 1 / root.square())
+        total = torch.stack([weighted_gram(part, part.layer.matrix(prior)) for part in wide]).sum(0)
         along = named(self.layers, (q / root[:, None]).T)
         seen = torch.stack([projected(part, along) for part in wide]).sum(0)  # [k, K, B]
         return (total - torch.einsum("vkb,v,vlb->bkl", seen, mu / (1 + mu), seen)).to(parts[0].rows.dtype)
@@ -120,6 +120,7 @@ class LowRank(Block):
     def plus(self, other: Self) -> Self:
         """The leading eigenpairs of the sum, as many as the larger term has."""
         vectors = torch.cat([flat(term.layers, term.vectors) for term in (self, other)]).double()
+        # the sum has its eigenvectors in the span of both terms, a small problem
         basis, factor = torch.linalg.qr(vectors.T)
         values, turn = torch.linalg.eigh((factor * torch.cat([self.values, other.values]).double()) @ factor.T)
         kept = max(len(self.values), len(other.values))
@@ -129,11 +130,10 @@ class LowRank(Block):
 
 def projected(part: Part, vectors: Mapping[str, Tensor]) -> Tensor:
     """SᵀJ v for stacked v: [V, K, B]."""
-    layer = part.layer
-    if layer.kind == "vector":
-        return torch.einsum("kbp,vp->vkb", part.rows, torch.cat([vectors[n].flatten(1) for n in layer.names], 1))
-    matrices = layer.matrix(vectors, lead=1)
-    if layer.kind == "table":
+    matrices = part.layer.matrix(vectors, lead=1)
+    if part.layer.kind == "vector":
+        return torch.einsum("kbp,vp->vkb", part.rows, matrices)
+    if part.layer.kind == "table":
         picked = matrices[:, 0].transpose(-1, -2)[:, part.columns.clamp(min=0)]  # [V, B, T, out]
         picked = picked * (part.columns >= 0)[None, ..., None]
         return torch.einsum("kbto,vbto->vkb", part.rows[:, :, :, 0], picked)
@@ -142,16 +142,14 @@ def projected(part: Part, vectors: Mapping[str, Tensor]) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Eigenpairs
-
-
 class Eigenpairs:
     """An `Estimator` of the largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n (or another `kind`): each pass is a product with C.
 
     At most `rank` of them; fewer where C has fewer that are positive: zeros are left out, and so are negative ones of a
     Hessian, with a warning that counts them. Vectors are orthonormal over all random weights, and zero for a learned noise.
 
-    Ends when |Cv_k − λ_kv_k| ≤ tolerance · λ_k for all k, or after `iterations` products with rank + oversample vectors, each at
-    about 2.5 gradients of the full data per vector. Memory: the basis, (rank + oversample) · P numbers for each of up to
+    Ends when |Cv_k − λ_kv_k| ≤ tolerance · λ_k for all k, or after `iterations` products with rank + oversample vectors, each
+    at about 2.5 gradients of the full data per vector. Memory: the basis, (rank + oversample) · P numbers for each of up to
     `iterations` blocks, or for as many as half of the free memory holds, at least 2; and what a product needs.
     """
 
@@ -176,7 +174,10 @@ class Eigenpairs:
         self.noise = {name: weights[name] for name in model.random if name in model.likelihood_names}
         total, first = tree.num_elements(self.like), next(iter(self.like.values()))
         width = min(rank + _whole("oversample", oversample, 0), total)
-        self.depth = _depth(total * width * first.element_size(), iterations, first.device, rank)
+        block = total * width * first.element_size()
+        # 2 blocks of the basis at least, and 4 for a product; more of them only make restarts rarer
+        free = require_memory(6 * block, first.device, f"{rank} eigenpairs", FEWER)
+        self.depth = iterations if free is None else max(2, min(iterations, free // 2 // block))
         start = random.normals(seed, _START, count=width * total, like=first).view(width, total)
         self.lanczos, self.done = _Lanczos(_orthonormal(start, 0.0)[0], width), 0
         self._multiply()
@@ -187,6 +188,7 @@ class Eigenpairs:
 
     def _multiply(self) -> None:
         block = self.lanczos.block
+        # products know of no learned noise, yet vectors are named after all random weights
         fixed = {name: w.new_zeros(len(block), *w.shape) for name, w in self.noise.items()}
         self.product.start({**tree.unflatten(block, self.like), **fixed})
 
@@ -213,12 +215,11 @@ class Eigenpairs:
         """Eigenvalues [k], falling, and vectors {name: [k, *shape]}."""
         lanczos = self.lanczos
         if self.kind == "hessian" and lanczos.negative:
+            extremes = lanczos.lowest, float(lanczos.values[0])
             log.warning(
                 "%s negative eigenvalues of the Hessian were met and left out, down to %.3g where the largest is %.3g: at these "
                 "weights the likelihood curves upwards, so they are no mode of it (train longer, or use the Gauss-Newton matrix)",
-                lanczos.negative,
-                lanczos.lowest,
-                float(lanczos.values[0]),
+                *(lanczos.negative, *extremes),
             )
         values, rows = lanczos.pairs(self.rank)
         vectors = {name: w.new_zeros(len(rows), *w.shape) for name, w in self.noise.items()} | tree.unflatten(rows, self.like)
@@ -243,13 +244,7 @@ class Eigenpairs:
 
 
 def leading(
-    model: Model,
-    weights: Mapping[str, Tensor],
-    data: Data,
-    rank: int,
-    *,
-    watch: Callable[[int, str], None] | None = None,
-    **settings: Any,
+    model: Model, weights: Mapping[str, Tensor], data: Data, rank: int, *, watch: Watch = None, **settings: Any
 ) -> tuple[Tensor, Weights]:
     """The largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n, [k] falling, and vectors {name: [k, *shape]}: see `Eigenpairs`."""
     return run(Eigenpairs(model, weights, data, rank, **settings), data, watch)
@@ -275,9 +270,11 @@ class _Lanczos:
         rest = product - columns.T @ self.basis
         if not bool(rest.isfinite().all()):
             raise ValueError("products with the curvature are not finite: are the weights and the outputs?")
+        # Gram–Schmidt twice: once loses orthogonality where the rest is short (Parlett's "twice is enough")
         again = self.basis @ rest.T
         rest -= again.T @ self.basis
         columns = (columns + again).double()
+        # C is symmetric, its products are so only up to rounding
         corner = (columns[old:] + columns[old:].T) / 2
         self.matrix = torch.cat([torch.cat([self.matrix, columns[:old].T]), torch.cat([columns[:old], corner])], 1)
         self.decompose()
@@ -290,6 +287,7 @@ class _Lanczos:
         """The eigenpairs of T, and how large a value rounding alone makes."""
         values, small = torch.linalg.eigh(self.matrix)
         self.values, self.small = values.flip(0), small.flip(1)
+        # below this a value cannot be told from rounding
         self.noise = 100 * torch.finfo(self.basis.dtype).eps * float(self.values.abs().max())
 
     def residual(self, rank: int) -> float:
@@ -301,6 +299,7 @@ class _Lanczos:
     def restart(self) -> None:
         """Keep the leading vectors alone; the next block goes on from them as it would have done."""
         kept = self.small[:, : self.width]
+        # thick restart: in its own eigenvectors T is diagonal, and the next product finds the coupling again
         self.basis = kept.T.to(self.basis) @ self.basis
         self.matrix = torch.diag(self.values[: self.width])
 
@@ -316,24 +315,12 @@ class _Lanczos:
 def _orthonormal(rows: Tensor, noise: float, against: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Q [r, P], orthonormal, and B [r, b] in float64 with rows = BᵀQ; directions shorter than `noise` are left out."""
     q, r = torch.linalg.qr(rows.T)  # [P, b], [b, b]
+    # QR alone does not say which directions are numerically absent
     u, lengths, _ = torch.linalg.svd(r.double())
     basis = u[:, lengths > noise].T.to(q) @ q.T
     if against is not None and len(basis):  # short remainders are orthogonal to what they are left of only roughly
         basis = torch.linalg.qr((basis - (basis @ against.T) @ against).T)[0].T.contiguous()
     return basis, (basis @ rows.T).double()
-
-
-def _depth(block: int, iterations: int, device: torch.device, rank: int) -> int:
-    """Blocks of `block` bytes that the basis may hold; MemoryError where 2 of them, and 4 for a product, clearly do not fit."""
-    free = available(device)
-    if free is None:
-        return iterations
-    if 6 * block > free:
-        raise MemoryError(
-            f"{rank} eigenpairs: about {6 * block / 2**30:,.1f} GiB are needed and {free / 2**30:,.1f} GiB are free on {device}; "
-            "ask for a lower rank, for fewer random weights (where=), or use another device"
-        )
-    return max(2, min(iterations, free // 2 // block))
 
 
 def _whole(name: str, value: int, least: int) -> int:

@@ -13,10 +13,9 @@ Schraudolph 2002), over all V at once: a product costs about 2 forward and 2 bac
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,39 +23,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plausible.blocks.curvature import losses
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data, num_rows, select_rows
-from plausible.core.memory import available
+from plausible.core.data import Batch, Data, accumulate, num_rows, select_rows
+from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.passes import accumulate
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
-
-log = logging.getLogger("plausible")
+from plausible.core.words import log
 
 Kind = Literal["ggn", "fisher", "empirical", "hessian"]
+Named = Mapping[str, Tensor]
 Function = Callable[[Weights], Tensor]
+Middle = Callable[[Tensor, Tensor], Tensor]
 KINDS = ("ggn", "fisher", "empirical", "hessian")
-AT_ONCE = 2**28
-"""Bytes that one chunk of the data may take where there is more memory than that: larger ones are no faster."""
+AT_ONCE = 2**28  # bytes that one chunk of the data may take where there is more memory than that: larger ones are no faster
+FEWER = "ask for a lower rank, for fewer random weights (where=), or use another device"
 
 
-def ggn_product(
-    model: Model, weights: Mapping[str, Tensor], data: Data, vectors: Weights, *, chunk: int | None = None
-) -> Weights:
+def ggn_product(model: Model, weights: Named, data: Data, vectors: Weights, *, chunk: int | None = None) -> Weights:
     """Σ_n weight_n J_nᵀF_nJ_n v: vectors {name: [V, *shape]} → the same."""
     return Product(model, weights, data, "ggn", chunk=chunk)(vectors)
 
 
-def empirical_product(
-    model: Model, weights: Mapping[str, Tensor], data: Data, vectors: Weights, *, chunk: int | None = None
-) -> Weights:
+def empirical_product(model: Model, weights: Named, data: Data, vectors: Weights, *, chunk: int | None = None) -> Weights:
     """Σ_n weight_n g_n(g_nᵀv), g_n the gradient of log p(y_n | x_n, w): vectors {name: [V, *shape]} → the same."""
     return Product(model, weights, data, "empirical", chunk=chunk)(vectors)
 
 
-def hessian_product(
-    model: Model, weights: Mapping[str, Tensor], data: Data, vectors: Weights, *, chunk: int | None = None
-) -> Weights:
+def hessian_product(model: Model, weights: Named, data: Data, vectors: Weights, *, chunk: int | None = None) -> Weights:
     """−∂²/∂w² Σ_n weight_n log p(y_n | x_n, w) · v: vectors {name: [V, *shape]} → the same."""
     return Product(model, weights, data, "hessian", chunk=chunk)(vectors)
 
@@ -64,8 +57,8 @@ def hessian_product(
 class Product:
     """v ↦ C v for one curvature matrix C of the data at these weights; `chunk` examples at a time, or as memory allows.
 
-    `weights` are all there are: random ones, points, the likelihood's own, buffers. What a network allows is found out with
-    the first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation. `start` with some vectors,
+    `weights` are all there are: random ones, points, the likelihood's own, buffers. What a network allows is found out with the
+    first chunk and kept: all vectors at once, one by one, or without forward-mode differentiation. `start` with some vectors,
     `add` all batches, `chunk` examples at a time, and `finish`; a call does all of that.
     """
 
@@ -82,18 +75,28 @@ class Product:
         self._ways = list(WAYS)
 
     def __call__(self, vectors: Weights) -> Weights:
-        """C v: {name: [V, *shape]} → the same."""
         self.start(vectors)
         accumulate(self.add, self.data, chunk=self.chunk)
         return self.finish()
 
     def start(self, vectors: Weights) -> None:
-        count = _check_vectors(self.model, self.weights, vectors)
+        if set(vectors) != set(self.model.random):
+            raise ValueError(f"vectors must be named like the random weights, {list(self.model.random)}, got {list(vectors)}")
+        counts = {len(v) if v.ndim else 0 for v in vectors.values()}
+        for name, v in vectors.items():
+            if len(counts) != 1 or v.shape[1:] != self.weights[name].shape:
+                raise ValueError(
+                    f"vectors[{name!r}] must have shape [V, *weight.shape] with one V for all, here "
+                    f"[V, {', '.join(map(str, self.weights[name].shape))}], got {list(v.shape)}"
+                )
         moving = {name: v.to(self.weights[name]) for name, v in vectors.items() if name not in self.model.likelihood_names}
-        for name, row in _padding(self.model).items():  # backward passes give these rows nothing, so they must not move
-            if name in moving:
-                moving[name] = moving[name].index_fill(1, torch.tensor([row], device=moving[name].device), 0.0)
-        self.chunk = self._wished or choose_chunk(self.model, self.weights, self.data, count)
+        for prefix, module in self.model.network.named_modules():
+            name = f"{prefix}.weight".lstrip(".")
+            if name in moving and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                # backward passes give the row of the padding nothing, so it must not move in forward mode either
+                row = torch.tensor([module.padding_idx], device=moving[name].device)
+                moving[name] = moving[name].index_fill(1, row, 0.0)
+        self.chunk = self._wished or choose_chunk(self.model, self.weights, self.data, counts.pop())
         self._vectors, self._moving, self.sums = vectors, moving, {}
 
     def add(self, batch: Batch) -> None:
@@ -105,10 +108,15 @@ class Product:
         return {name: total[name] if name in total else torch.zeros_like(v) for name, v in self._vectors.items()}
 
     def _of_batch(self, batch: Batch, vectors: Weights) -> Weights:
+        point = {name: self.weights[name] for name in vectors}
         while True:
+            way = self._ways[0]
             try:
-                with torch.no_grad(), kernels(self._ways[0].plain):
-                    return self._product(self._ways[0], batch, vectors)
+                with torch.no_grad(), kernels(way.plain):
+                    if self.kind == "hessian":
+                        return way.second(lambda w: -_total(self.model, {**self.weights, **w}, batch), point, vectors)
+                    outputs = lambda w: self.model.outputs({**self.weights, **w}, batch.x)  # noqa: E731
+                    return way.through(outputs, point, vectors, lambda f, moved: self._middle(f, batch, moved))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # PyTorch says so where an operation has no rule for a transform
@@ -116,17 +124,6 @@ class Product:
                     raise
                 log.debug("curvature products: %s; next: %s", str(error).splitlines()[0], self._ways[1])
                 self._ways.pop(0)
-
-    def _product(self, way: Way, batch: Batch, vectors: Weights) -> Weights:
-        point = {name: self.weights[name] for name in vectors}
-        if self.kind == "hessian":
-            return way.second(lambda w: -_total(self.model, {**self.weights, **w}, batch), point, vectors)
-        return way.through(
-            lambda w: self.model.outputs({**self.weights, **w}, batch.x),
-            point,
-            vectors,
-            lambda outputs, moved: self._middle(outputs, batch, moved),
-        )
 
     def _middle(self, outputs: Tensor, batch: Batch, moved: Tensor) -> Tensor:
         """weight_n F_n t_n, F_n the Fisher or the score's outer product: `moved` [V, B, *O] → the same."""
@@ -164,9 +161,9 @@ def log_joint_gradient(
 
 
 def log_prior_gradient(model: Model, weights: Mapping[str, Tensor]) -> tuple[Tensor, Weights]:
-    """Log p(w) and its gradient with respect to every trained weight."""
 
     def of(w: Weights) -> tuple[Tensor, tuple[()]]:
+        # autograd refuses a constant
         return model.log_prior(w) + 0 * next(iter(w.values())).sum(), ()  # a flat prior has no gradient of its own
 
     value, _, pull = value_and_gradient(of, {name: weights[name].detach() for name in model.initial})
@@ -183,64 +180,27 @@ def _each(numbers: Tensor, outputs: Tensor) -> Tensor:
     return numbers.reshape(*numbers.shape, *[1] * (outputs.ndim - 1))
 
 
-def _padding(model: Model) -> dict[str, int]:
-    """Rows of embeddings that get no gradient, by the name of the table."""
-    found = {}
-    for prefix, module in model.network.named_modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            found[f"{prefix}.weight".lstrip(".")] = module.padding_idx
-    return found
-
-
-def _check_vectors(model: Model, weights: Mapping[str, Tensor], vectors: Weights) -> int:
-    """V; ValueError where the vectors are not those of the model's random weights."""
-    if set(vectors) != set(model.random):
-        raise ValueError(f"vectors must be named like the random weights, {list(model.random)}, got {list(vectors)}")
-    counts = {len(v) if v.ndim else 0 for v in vectors.values()}
-    for name, v in vectors.items():
-        if len(counts) != 1 or v.shape[1:] != weights[name].shape:
-            raise ValueError(
-                f"vectors[{name!r}] must have shape [V, *weight.shape] with one V for all, here "
-                f"[V, {', '.join(map(str, weights[name].shape))}], got {list(v.shape)}"
-            )
-    return counts.pop()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Ways to differentiate
-
-
-class Way(Protocol):
-    """How JᵀM(Jv) and Hv are had for all of V vectors {name: [V, *shape]}."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether kernels of libraries, some of which know no forward mode and no second derivatives, are left out."""
-
-    def through(
-        self, function: Function, point: Weights, vectors: Weights, middle: Callable[[Tensor, Tensor], Tensor]
-    ) -> Weights:
-        """JᵀM(Jv), J the Jacobian of `function` at `point`, M = middle(function(point), [V, *outputs]) → the same."""
-
-    def second(self, function: Function, point: Weights, vectors: Weights) -> Weights:
-        """H v, H the Hessian of the scalar `function` at `point`."""
-
-
 @dataclass(frozen=True)
 class Forward:
-    """Jv and Hv in forward mode, Jᵀu by one backward pass; all vectors at once or one by one."""
+    """Jv and Hv in forward mode, Jᵀu by one backward pass; all vectors {name: [V, *shape]} at once or one by one.
+
+    `plain` leaves out kernels of libraries, some of which know no forward mode and no second derivatives.
+    """
 
     batched: bool
     plain: bool
 
-    def through(
-        self, function: Function, point: Weights, vectors: Weights, middle: Callable[[Tensor, Tensor], Tensor]
-    ) -> Weights:
+    def through(self, function: Function, point: Weights, vectors: Weights, middle: Middle) -> Weights:
+        """JᵀM(Jv), J the Jacobian of `function` at `point`, M = middle(function(point), [V, *outputs]) → the same."""
+        # forward mode: no graph has to be kept between Jv and Jᵀu
         moved = self._push(function, point, vectors)
         outputs, back = torch.func.vjp(function, point)  # type: ignore[misc]
         return self._all(lambda u: back(u)[0], middle(outputs, moved))
 
     def second(self, function: Function, point: Weights, vectors: Weights) -> Weights:
+        """H v, H the Hessian of the scalar `function` at `point`."""
         return self._push(torch.func.grad(function), point, vectors)
 
     def _push(self, function: Callable[[Weights], Any], point: Weights, vectors: Weights) -> Any:
@@ -259,17 +219,16 @@ class Backward:
 
     plain: bool = True
 
-    def through(
-        self, function: Function, point: Weights, vectors: Weights, middle: Callable[[Tensor, Tensor], Tensor]
-    ) -> Weights:
+    def through(self, function: Function, point: Weights, vectors: Weights, middle: Middle) -> Weights:
         leaves = [value.detach().requires_grad_() for value in point.values()]
         with torch.enable_grad():
             outputs = function(dict(zip(point, leaves)))
+            # Jᵀu is linear in u: its derivative along v is Jv, wherever u stands (the double-backward trick)
             start = torch.zeros_like(outputs).requires_grad_()
             back = _gradients([outputs], leaves, [start], create_graph=True)
         moved = [_gradients(back, [start], list(v.values()))[0] for v in _each_of(vectors)]
-        found = [_gradients([outputs], leaves, [u]) for u in middle(outputs.detach(), torch.stack(moved))]
-        return tree.stack([dict(zip(point, one)) for one in found])
+        pulled = [_gradients([outputs], leaves, [u]) for u in middle(outputs.detach(), torch.stack(moved))]
+        return tree.stack([dict(zip(point, one)) for one in pulled])
 
     def second(self, function: Function, point: Weights, vectors: Weights) -> Weights:
         leaves = [value.detach().requires_grad_() for value in point.values()]
@@ -279,13 +238,13 @@ class Backward:
         return tree.stack([dict(zip(point, _gradients(slope, leaves, list(v.values())))) for v in _each_of(vectors)])
 
 
-WAYS: tuple[Way, ...] = (
+# in the order in which they are tried: what PyTorch has no rule for in one is done by the next
+WAYS: tuple[Forward | Backward, ...] = (
     Forward(batched=True, plain=False),
     Forward(batched=True, plain=True),
     Forward(batched=False, plain=True),
     Backward(),
 )
-"""In the order in which they are tried: what PyTorch has no rule for in one is done by the next."""
 
 
 def _each_of(vectors: Weights) -> list[Weights]:
@@ -294,6 +253,7 @@ def _each_of(vectors: Weights) -> list[Weights]:
 
 def _gradients(of: Sequence[Tensor], leaves: list[Tensor], along: list[Tensor], **settings: Any) -> tuple[Tensor, ...]:
     """Σ along·∂of/∂leaf for each leaf, zero where nothing depends on it; the graph is kept."""
+    # autograd refuses outputs that depend on nothing
     joined = [(value, direction) for value, direction in zip(of, along) if value.requires_grad]
     if not joined:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
@@ -304,6 +264,7 @@ def _gradients(of: Sequence[Tensor], leaves: list[Tensor], along: list[Tensor], 
 @contextlib.contextmanager
 def kernels(plain: bool) -> Iterator[None]:
     """Attention by its formula; and no kernels of libraries where `plain`."""
+    # the fast path of attention has no rules for transforms
     fast = torch.backends.mha.get_fastpath_enabled()
     libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn) if plain else ()
     before = [library.enabled for library in libraries]
@@ -321,8 +282,6 @@ def kernels(plain: bool) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
 def activation_bytes(model: Model, weights: Mapping[str, Tensor], batch: Batch) -> int:
     """Bytes that a backward pass keeps for one example: outputs and what leads to them, without weights and inputs.
 
@@ -330,6 +289,7 @@ def activation_bytes(model: Model, weights: Mapping[str, Tensor], batch: Batch) 
     """
     rows = min(2, num_rows(batch.x))
     few = select_rows(batch, slice(0, rows))
+    # by storage: views of one tensor are kept once
     known = {t.untyped_storage().data_ptr() for t in tree.tensors((dict(weights), few.x))}
     kept: dict[int, int] = {}
 
@@ -341,8 +301,8 @@ def activation_bytes(model: Model, weights: Mapping[str, Tensor], batch: Batch) 
     leaves = {n: w.detach().requires_grad_(n in model.initial) for n, w in weights.items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = model.outputs(leaves, few.x)
-    found = sum(size for place, size in kept.items() if place not in known)
-    return -(-(found + outputs.numel() * outputs.element_size()) // rows)
+    held = sum(size for place, size in kept.items() if place not in known)
+    return -(-(held + outputs.numel() * outputs.element_size()) // rows)
 
 
 def forecast_bytes(model: Model, per_example: int, vectors: int, chunk: int) -> int:
@@ -358,12 +318,8 @@ def choose_chunk(model: Model, weights: Mapping[str, Tensor], data: Data, vector
     """Examples at a time such that a product with V vectors fits into half of the free memory; MemoryError where none do."""
     device = next(iter(model.initial.values())).device
     per_example = activation_bytes(model, weights, next(iter(data.chunks(2))))
+    # linear in the chunk: two points give the slope
     fixed, one = (forecast_bytes(model, per_example, vectors, chunk) for chunk in (0, 1))
-    free = available(device)
-    if free is not None and one > free:
-        raise MemoryError(
-            f"curvature products with {vectors} vectors: about {one / 2**30:,.1f} GiB are needed and {free / 2**30:,.1f} GiB are "
-            f"free on {device}; ask for a lower rank, for fewer random weights (where=), or use another device"
-        )
+    free = require_memory(one, device, f"curvature products with {vectors} vectors", FEWER)
     room = AT_ONCE if free is None else min(AT_ONCE, free // 2 - fixed)
     return max(1, min(data.num_data, room // (one - fixed)))

@@ -1,14 +1,14 @@
 """Where weights enter a network linearly: inputs and outputs of its layers, seen from outside, whatever the module's class.
 
-A `Recorder` is a mode under which the network runs unchanged. Each call that is linear in a weight (`F.linear`, convolutions and
-transposed ones, embeddings, the affine part of norms, the gates of recurrent nets, the projections of attention) leaves a `Use`.
-Weights that are used in any other way are named in `others`; their Jacobian has to come from autograd.
+A `Recorder` is a mode under which the network runs unchanged. Each call that is linear in a weight (`F.linear`, convolutions
+and transposed ones, embeddings, the affine part of norms, the gates of recurrent nets, the projections of attention) leaves a
+`Use`. Weights that are used in any other way are named in `others`; their Jacobian has to come from autograd.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,9 +24,9 @@ Kind = Literal["matrix", "table", "vector"]
 class Use(NamedTuple):
     """One call that is linear in `weight`, and adds `bias`: z = M c + b at every position of every example.
 
-    `columns` are the c, in the layout of the call; `arrange` brings them to [examples, positions, groups, in], and `rows` brings
-    gradients [*z.shape] at the output to [examples, positions, groups, out], so that the gradient of M for one example is
-    Σ_positions row ⊗ column. `axis` is where the examples are in `columns` and in z.
+    `columns` are the c, in the layout of the call; `arrange` brings them to [examples, positions, groups, in], and `rows`
+    brings gradients [*z.shape] at the output to [examples, positions, groups, out], so that the gradient of M for one example
+    is Σ_positions row ⊗ column. `axis` is where the examples are in `columns` and in z.
     """
 
     kind: Kind
@@ -52,12 +52,6 @@ _CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "tanh", torch.rn
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
-def _selects(index: Any) -> bool:
-    """Whether an index has a mask in it."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
-
-
 class Recorder(Watch):
     """Records the uses of `leaves` (name → tensor) while a network runs under it."""
 
@@ -77,7 +71,10 @@ class Recorder(Watch):
         return self.names.get(id(value))
 
     def intercept(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool = False) -> Any:
-        self.ragged = self.ragged or function in _RAGGED or (function in _INDEXING and _selects(args[1]))
+        self.ragged = self.ragged or function in _RAGGED
+        if function in _INDEXING:  # by a mask?
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.ragged |= any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
         return super().intercept(function, args, kwargs, known)
 
     def other(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,11 +85,13 @@ class Recorder(Watch):
 
     def mark(self, *values: Any) -> None:
         """These are used in a way that is not known here."""
+        # by identity: two weights may be equal, and a view of one is another tensor
         self.others |= {self.names[id(leaf)] for leaf in pytree.tree_leaves(values) if id(leaf) in self.names}
 
     def keep(self, use: Use) -> Tensor:
         """Remember a use; what the network gets of it (a copy where it is going to write into it)."""
         self.recorded.append(use)
+        # autograd's counter of writes: a network that changes it in place spoils what was recorded
         self.versions.append(use.outputs._version)
         return use.outputs.clone() if self.cloning else use.outputs
 
@@ -102,6 +101,7 @@ class Recorder(Watch):
         self, function: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, rows: slice | None = None
     ) -> Tensor:
         """W x + b; with `rows` by these rows of the weight and of the bias."""
+        # an input that is itself a weight (a product of two weights) is quadratic, and none of ours
         self.mark(x)  # a weight as data
         names = (self.name(weight), self.name(bias))
         size = len(weight)
@@ -111,81 +111,54 @@ class Recorder(Watch):
         if names == (None, None):
             return z
 
-        def arranged(value: Tensor) -> Tensor:
-            return value.reshape(len(value), -1, 1, value.shape[-1])
-
         def padded(value: Tensor) -> Tensor:
             assert rows is not None
-            return F.pad(arranged(value), (rows.start, size - rows.stop))
+            return F.pad(_channels_last(value), (rows.start, size - rows.stop))
 
-        return self.keep(Use("matrix", *names, x.detach(), z, arranged, arranged if rows is None else padded))
+        return self.keep(Use("matrix", *names, x.detach(), z, _channels_last, _channels_last if rows is None else padded))
 
     def convolution(  # type: ignore[override]
-        self,
-        function: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        self, function: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """A convolution is a matrix product with the patches of its input."""
         self.mark(x)
-        z = function(x, weight, bias, stride, padding, dilation, groups)
+        given: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        given |= dict(zip(given, args)) | kwargs
+        z = function(x, weight, bias, **given)
         if x.ndim != AXES[function] + 2:  # without an axis of examples
             self.mark(weight, bias)
             return z
-        kernel = tuple(weight.shape[2:])
-
-        def arranged(value: Tensor) -> Tensor:
-            return patches(value, kernel, stride, padding, dilation, groups)
-
-        def rows(value: Tensor) -> Tensor:
-            return value.flatten(2).transpose(1, 2).unflatten(-1, (groups, -1))
-
-        return self.keep(Use("matrix", self.name(weight), self.name(bias), x.detach(), z, arranged, rows, groups=groups))
+        cut, rows = partial(patches, kernel=weight.shape[2:], **given), partial(_channels_first, groups=given["groups"])
+        names = self.name(weight), self.name(bias)
+        return self.keep(Use("matrix", *names, x.detach(), z, cut, rows, groups=given["groups"]))
 
     def transposed(  # type: ignore[override]
-        self,
-        function: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
+        self, function: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The transposed of a convolution: columns are the inputs, rows the patches of the gradient."""
         self.mark(x)
-        z = function(x, weight, None, stride, padding, output_padding, groups, dilation)
+        given: dict[str, Any] = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        given |= dict(zip(given, args)) | kwargs
+        # without the bias, which is added below as a use of its own
+        z = function(x, weight, None, **given)
         axes = AXES[function]
         if x.ndim != axes + 2:
             self.mark(weight, bias)
             return z if bias is None else z + bias.reshape(-1, *[1] * axes)
-        kernel, positions = tuple(weight.shape[2:]), tuple(x.shape[2:])
-
-        def arranged(value: Tensor) -> Tensor:
-            return value.flatten(2).transpose(1, 2).unflatten(-1, (groups, -1))
-
-        def rows(value: Tensor) -> Tensor:
-            return patches(value, kernel, stride, padding, dilation, groups, positions)
-
         if self.name(weight) is not None:
-            z = self.keep(Use("matrix", self.name(weight), None, x.detach(), z, arranged, rows, transposed=True, groups=groups))
+            del given["output_padding"]  # it only says how many positions there are
+            columns = partial(_channels_first, groups=given["groups"])
+            rows = partial(patches, kernel=weight.shape[2:], limits=x.shape[2:], **given)
+            layout = {"transposed": True, "groups": given["groups"]}
+            z = self.keep(Use("matrix", self.name(weight), None, x.detach(), z, columns, rows, **layout))
         if bias is None:
             return z
+        z = z + bias.reshape(-1, *[1] * axes)
         if self.name(bias) is None:
-            return z + bias.reshape(-1, *[1] * axes)
-        moved = z + bias.reshape(-1, *[1] * axes)
-
-        def apart(value: Tensor) -> Tensor:
-            return value.flatten(2).transpose(1, 2)[:, :, None]
-
-        return self.keep(Use("matrix", None, self.name(bias), moved.detach(), moved, lambda v: apart(v)[..., :0], apart))
+            return z
+        # a use of its own: inputs cannot get a column of ones here, since the bias belongs to outputs
+        none = lambda value: _channels_first(value)[..., :0]  # noqa: E731
+        return self.keep(Use("matrix", None, self.name(bias), z.detach(), z, none, _channels_first))
 
     def embedding(self, function: Any, ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Rows of a table: columns are one-hot, and kept as numbers."""
@@ -194,21 +167,16 @@ class Recorder(Watch):
         if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
             self.mark(weight)
             return z
-        padding = given.get("padding_idx")
-
-        if padding is not None:  # its row gets no gradient
+        if (padding := given.get("padding_idx")) is not None:  # its row gets no gradient
             ids = torch.where(ids == padding % len(weight), -1, ids)
-
-        def rows(value: Tensor) -> Tensor:
-            return value.reshape(len(value), -1, 1, value.shape[-1])
-
-        return self.keep(Use("table", self.name(weight), None, ids, z, lambda v: v.reshape(len(v), -1), rows))
+        return self.keep(Use("table", self.name(weight), None, ids, z, lambda v: v.reshape(len(v), -1), _channels_last))
 
     def norm(self, function: Any, *args: Any, **kwargs: Any) -> Tensor:
         """A norm without its affine part, and then that: w ∘ x̂ + b."""
         self.mark(args[:1])
         given = arguments(function, args, kwargs)
         weight, bias = given.pop("weight", None), given.pop("bias", None)
+        # statistics do not depend on the affine part, so that the two can be taken apart
         normal = function(**given)
         channels = function not in (F.layer_norm, F.rms_norm)
         affine = next(v for v in (weight, bias) if v is not None)
@@ -217,9 +185,9 @@ class Recorder(Watch):
         z = z if bias is None else z + bias.reshape(shape)
 
         def arranged(value: Tensor) -> Tensor:
-            if channels:
-                return value.flatten(2).transpose(1, 2)[:, :, None] if value.ndim > 2 else value[:, None, None]
-            return value.reshape(len(value), -1, 1, affine.numel())
+            if channels and value.ndim > 2:
+                return _channels_first(value)
+            return value[:, None, None] if channels else value.reshape(len(value), -1, 1, affine.numel())
 
         return self.keep(Use("vector", self.name(weight), self.name(bias), normal.detach(), z, arranged, arranged))
 
@@ -242,6 +210,7 @@ class Recorder(Watch):
             projected = list(self.linear(F.linear, inputs[0], packed, bias).chunk(3, -1))
         else:
             projected = [self.linear(F.linear, x, packed, bias, band) for x, band in zip(inputs, bands)]
+        # the fused function stays, so that masks, dropout and key padding are PyTorch's own business
         unit = torch.eye(width, dtype=inputs[0].dtype, device=inputs[0].device)
         given |= {"use_separate_proj_weight": True, "q_proj_weight": unit, "k_proj_weight": unit, "v_proj_weight": unit}
         mixed, weights = function(*projected, width, heads, None, None, out_proj_weight=unit, out_proj_bias=None, **given)
@@ -255,92 +224,75 @@ class Recorder(Watch):
         self.mark(x, state)
         if training and dropout:
             raise ValueError("a recurrent net with dropout cannot be looked at in training mode")
-        linear = functools.partial(self.linear, F.linear)
-        return unrolled(linear, _CELLS[function], x, state, list(flat), has_biases, layers, bidirectional, batch_first)
+        kind, directions = _CELLS[function], 2 if bidirectional else 1
+        each = len(flat) // (layers * directions)
+        hidden, cell = (state[0], state[1]) if kind == "lstm" else (state, None)
+        # PyTorch's cells walk over the first axis
+        if batch_first:
+            x = x.transpose(0, 1)
+        finals: list[Tensor] = []
+        cells: list[Tensor] = []
+        for layer in range(layers):
+            ways = []
+            for way in range(directions):
+                at = layer * directions + way
+                weights = flat[at * each : (at + 1) * each]
+                c = None if cell is None else cell[at]
+                steps, h, c = self._direction(kind, x, hidden[at], c, weights, has_biases, way == 1)
+                ways.append(steps)
+                finals.append(h)
+                if c is not None:
+                    cells.append(c)
+            x = ways[0] if directions == 1 else torch.cat(ways, -1)
+        outputs = x.transpose(0, 1) if batch_first else x
+        last = torch.stack(finals)
+        return (outputs, last, torch.stack(cells)) if kind == "lstm" else (outputs, last)
+
+    def _direction(
+        self, kind: str, x: Tensor, h: Tensor, c: Tensor | None, weights: Any, has_biases: bool, backwards: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One layer in one direction: its outputs [T, B, H], the last state and the last cell."""
+        linear = partial(self.linear, F.linear)
+        into, across = weights[0], weights[1]
+        bias_into, bias_across = (weights[2], weights[3]) if has_biases else (None, None)
+        projection = weights[-1] if len(weights) % 2 else None
+        inputs = linear(x, into, bias_into)
+        steps: list[Tensor | None] = [None] * len(x)
+        # inputs of all steps are one product above; only the states have to wait for each other
+        for t in reversed(range(len(x))) if backwards else range(len(x)):
+            given, back = inputs[t], linear(h, across, bias_across)
+            if kind == "lstm":
+                assert c is not None
+                # the order of gates in PyTorch's packed weights
+                i, f, g, o = (given + back).chunk(4, -1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+                if projection is not None:
+                    h = linear(h, projection)
+            elif kind == "gru":
+                (r, z, n), (rb, zb, nb) = given.chunk(3, -1), back.chunk(3, -1)
+                z = (z + zb).sigmoid()
+                h = (1 - z) * (n + (r + rb).sigmoid() * nb).tanh() + z * h
+            else:
+                h = (given + back).tanh() if kind == "tanh" else (given + back).relu()
+            steps[t] = h
+        return torch.stack(steps), h, c  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Recurrent nets written out step by step, so that the products in them can be seen
+# Layouts
+def _channels_last(value: Tensor) -> Tensor:
+    """[B, …, C] → [B, positions, 1, C]."""
+    return value.reshape(len(value), -1, 1, value.shape[-1])
 
 
-def unrolled(
-    linear: Callable[..., Tensor],
-    kind: str,
-    x: Tensor,
-    state: Any,
-    flat: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
-    """What `torch.lstm`, `torch.gru` or `torch.rnn_*` gives for these arguments, by calls of `linear`."""
-    directions = 2 if bidirectional else 1
-    each = len(flat) // (layers * directions)
-    hidden, cell = (state[0], state[1]) if kind == "lstm" else (state, None)
-    if batch_first:
-        x = x.transpose(0, 1)
-    finals: list[Tensor] = []
-    cells: list[Tensor] = []
-    for layer in range(layers):
-        ways = []
-        for way in range(directions):
-            at = layer * directions + way
-            weights = flat[at * each : (at + 1) * each]
-            order = range(len(x)) if way == 0 else range(len(x) - 1, -1, -1)
-            c = None if cell is None else cell[at]
-            steps, h, c = _direction(linear, kind, x, hidden[at], c, weights, has_biases, order)
-            ways.append(steps)
-            finals.append(h)
-            if c is not None:
-                cells.append(c)
-        x = ways[0] if directions == 1 else torch.cat(ways, -1)
-    outputs = x.transpose(0, 1) if batch_first else x
-    last = torch.stack(finals)
-    return (outputs, last, torch.stack(cells)) if kind == "lstm" else (outputs, last)
-
-
-def _direction(
-    linear: Callable[..., Tensor],
-    kind: str,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    order: range,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One layer in one direction: its outputs [T, B, H], the last state and the last cell."""
-    into, across = weights[0], weights[1]
-    bias_into, bias_across = (weights[2], weights[3]) if has_biases else (None, None)
-    projection = weights[-1] if len(weights) % 2 else None
-    inputs = linear(x, into, bias_into)
-    steps: list[Tensor | None] = [None] * len(x)
-    for t in order:
-        given, back = inputs[t], linear(h, across, bias_across)
-        if kind == "lstm":
-            assert c is not None
-            i, f, g, o = (given + back).chunk(4, -1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            if projection is not None:
-                h = linear(h, projection)
-        elif kind == "gru":
-            (r, z, n), (rb, zb, nb) = given.chunk(3, -1), back.chunk(3, -1)
-            z = (z + zb).sigmoid()
-            h = (1 - z) * (n + (r + rb).sigmoid() * nb).tanh() + z * h
-        else:
-            h = (given + back).tanh() if kind == "tanh" else (given + back).relu()
-        steps[t] = h
-    return torch.stack(steps), h, c  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Convolutions
+def _channels_first(value: Tensor, groups: int = 1) -> Tensor:
+    """[B, C, *space] → [B, positions, groups, C/groups]."""
+    return value.flatten(2).transpose(1, 2).unflatten(-1, (groups, -1))
 
 
 def patches(
-    x: Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int, limits: Sequence[int] = ()
+    x: Tensor, *, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int, limits: Sequence[int] = ()
 ) -> Tensor:
     """The patches that a convolution multiplies: x [B, C, *space] → [B, positions, groups, C/groups · kernel].
 
@@ -348,17 +300,17 @@ def patches(
     """
     axes = len(kernel)
     stride, dilation = (_each(v, axes) for v in (stride, dilation))
-    if padding == "valid":
-        padding = 0
     if padding == "same":
         whole = [d * (k - 1) for d, k in zip(dilation, kernel)]
         sides = [(w // 2, w - w // 2) for w in whole]
     else:
-        sides = [(p, p) for p in _each(padding, axes)]
+        sides = [(p, p) for p in _each(0 if padding == "valid" else padding, axes)]
     if any(side != (0, 0) for side in sides):
+        # F.pad counts axes from the last one
         x = F.pad(x, [n for side in reversed(sides) for n in side])
     for axis in range(axes):
         span = dilation[axis] * (kernel[axis] - 1) + 1
+        # unfold is a view of any number of axes, where F.unfold copies and knows two
         x = x.unfold(2 + axis, span, stride[axis])[..., :: dilation[axis]]
         x = x.narrow(2 + axis, 0, min(x.shape[2 + axis], limits[axis])) if limits else x
     batch, channels = x.shape[:2]

@@ -1,12 +1,14 @@
 """Curvature in blocks, one for each layer or for several together: H added up over the data, and what Λ = s·H + diag(τ) is for.
 
-Every block, and the `Curvature` that is made of them, answers the same questions: log det Λ, the diagonal of Λ⁻¹, draws of
-N(0, Λ⁻¹), products Λv, and the covariance JΛ⁻¹Jᵀ of functions, for any positive s (a scale of the likelihood) and τ (precisions of
+Every block, and the `Curvature` that is made of them, answers the same questions: log det Λ, the diagonal of Λ⁻¹, draws of N(0,
+Λ⁻¹), products Λv, and the covariance JΛ⁻¹Jᵀ of functions, for any positive s (a scale of the likelihood) and τ (precisions of
 the prior: one number for each weight tensor, or one for each element). Everything but the sums is differentiable in s and τ.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,8 +25,7 @@ StructureName = Literal["diag", "block", "kron", "ekfac", "lowrank", "full"]
 CurvatureName = Literal["ggn", "fisher", "empirical", "hessian"]
 STRUCTURES = ("diag", "block", "kron", "ekfac", "lowrank", "full")
 CURVATURES = ("ggn", "fisher", "empirical", "hessian")
-KINDS: dict[str, type[Block]] = {}
-"""The kinds of blocks, by the names under which they are saved."""
+KINDS: dict[str, type[Block]] = {}  # the kinds of blocks, by the names under which they are saved
 
 
 class Block(ABC):
@@ -37,6 +38,7 @@ class Block(ABC):
         self.sums: dict[str, Tensor] = {}
 
     def __init_subclass__(cls) -> None:
+        # files name blocks by kind; a subclass is known as soon as its module is imported
         KINDS[cls.kind] = cls
 
     @property
@@ -49,7 +51,6 @@ class Block(ABC):
 
     @property
     def chosen(self) -> int:
-        """How many of the numbers are random."""
         return self.size
 
     @classmethod
@@ -118,7 +119,6 @@ class Block(ABC):
 
 
 def flat_precision(layers: Sequence[Layer], precision: Mapping[str, Tensor]) -> Tensor:
-    """τ of all weights of these layers, end to end."""
     return torch.cat(
         [precision[name].expand(shape).reshape(-1) for layer in layers for name, shape in zip(layer.names, layer.shapes)]
     )
@@ -130,21 +130,17 @@ def flat(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def named(layers: Sequence[Layer], vectors: Tensor) -> Weights:
-    """The inverse of `flat`."""
     parts = vectors.split_with_sizes([layer.size for layer in layers], dim=-1)
     return {name: value for layer, part in zip(layers, parts) for name, value in layer.split(part).items()}
 
 
-def weighted_gram(part: Part, variances: Mapping[str, Tensor]) -> Tensor:
-    """Σ_w v_w J_kw J_lw for each example, with v the variances of the layer's weights: [B, K, K]."""
-    layer = part.layer
-    if layer.kind == "vector":
-        v = torch.cat([variances[name].reshape(-1) for name in layer.names])
+def weighted_gram(part: Part, v: Tensor) -> Tensor:
+    """Σ_w v_w J_kw J_lw for each example, with v the variances of the layer's weights, as `Layer.matrix`: [B, K, K]."""
+    if part.layer.kind == "vector":
         return torch.einsum("kbp,p,lbp->bkl", part.rows, v, part.rows)
-    v = layer.matrix(variances)
-    if not part.shared and layer.kind == "matrix":
-        r, c = part.rows[:, :, 0], part.columns[:, 0]
-        inner = torch.einsum("bgi,goi->bgo", c.square(), v)
+    if not part.shared and part.layer.kind == "matrix":
+        # (r_k ⊗ c)² = r_k² ⊗ c² where a weight is used once: the Jacobian is never written down
+        r, inner = part.rows[:, :, 0], torch.einsum("bgi,goi->bgo", part.columns[:, 0].square(), v)
         return torch.einsum("kbgo,bgo,lbgo->bkl", r, inner, r)
     grams = []
     for block in part.blocks():
@@ -172,10 +168,12 @@ class Diagonal(Block):
         for part in parts:
             if part.layer.kind != "matrix" or part.shared:
                 self.sums[part.layer.names[0]] = squares(part, self.sums.get(part.layer.names[0]))
-            elif again:
-                _add_squares(self._open[part.layer][0], part.rows[:, :, 0])
-            else:
-                self._open[part.layer] = sum_of_squares(part.rows[:, :, 0]), part.columns[:, 0]
+                continue
+            rows = part.rows[:, :, 0]
+            if not again:
+                self._open[part.layer] = rows.new_zeros(rows.shape[1:]), part.columns[:, 0]
+            for row in rows:  # one column after the other: each fits into a cache, all of them do not
+                self._open[part.layer][0].addcmul_(row, row)
 
     def close(self) -> None:
         # Σ_k (r_k ⊗ c)² = (Σ_k r_k²) ⊗ c²: one product for all columns of an example
@@ -194,31 +192,25 @@ class Diagonal(Block):
         return ((name, scale * value + precision[name]) for name, value in self.values.items())
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """Σ log(s·h + τ)."""
         return torch.stack([value.log().sum() for _, value in self._precisions(precision, scale)]).sum()
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """1/(s·h + τ)."""
         return {name: 1 / value for name, value in self._precisions(precision, scale)}
 
     def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """ξ/√(s·h + τ)."""
         return {name: noise[name] * value.rsqrt() for name, value in self._precisions(precision, scale)}
 
     def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """(s·h + τ)v."""
         return {name: vectors[name] * value for name, value in self._precisions(precision, scale)}
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """Σ v²/(s·h + τ)."""
         wide = widest(scale.device)
         inner = self._precisions(precision, scale)
         return torch.stack([(vector[name].square() / value).sum(dtype=wide) for name, value in inner]).sum()
 
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """Σ J²/(s·h + τ)."""
         variances = self.variances(precision, scale)
-        return torch.stack([weighted_gram(part, variances) for part in parts]).sum(0)
+        return torch.stack([weighted_gram(part, part.layer.matrix(variances)) for part in parts]).sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.values)
@@ -236,37 +228,24 @@ class Diagonal(Block):
 
 def squares(part: Part, total: Tensor | None = None) -> Tensor:
     """Σ_{k,b} (JᵀS)² where positions are shared, added to a total in place, in the shapes of `Part.summed`."""
-    layer = part.layer
-    if layer.kind == "vector":
-        return _plus(total, part.rows.square().sum((0, 1)))
-    if layer.kind == "table":
-        _, out, into = layer.matrix_shape
+    if part.layer.kind == "table":
+        _, out, into = part.layer.matrix_shape
         batch, positions = part.columns.shape
+        # positions of one example that picked the same row are summed before they are squared
         keys = part.columns + into * torch.arange(batch, device=part.columns.device)[:, None]
         keys = torch.where(part.columns >= 0, keys, -1).reshape(-1)
         unique, inverse = keys.unique(return_inverse=True)
         rows = part.rows.reshape(len(part.rows), batch * positions, out)
+        # a sum for each pair of example and row that occurs, and no others
         summed = rows.new_zeros(len(rows), len(unique), out).index_add_(1, inverse, rows)
         kept = unique >= 0
         total = rows.new_zeros(into, out) if total is None else total
         return total.index_add_(0, unique[kept] % into, summed.square().sum(0)[kept])
-    return _plus(total, torch.stack([block.matrices().square().sum((0, 1)) for block in part.blocks()]).sum(0))
-
-
-def _plus(total: Tensor | None, value: Tensor) -> Tensor:
+    if part.layer.kind == "vector":
+        value = part.rows.square().sum((0, 1))
+    else:
+        value = torch.stack([block.matrices().square().sum((0, 1)) for block in part.blocks()]).sum(0)
     return value if total is None else total.add_(value)
-
-
-def sum_of_squares(rows: Tensor) -> Tensor:
-    """Σ_k r_k² of rows [K, …]."""
-    return _add_squares(rows.new_zeros(rows.shape[1:]), rows)
-
-
-def _add_squares(total: Tensor, rows: Tensor) -> Tensor:
-    """One column after the other: each fits into a cache, all of them do not."""
-    for row in rows:
-        total.addcmul_(row, row)
-    return total
 
 
 class Curvature:
@@ -289,37 +268,29 @@ class Curvature:
         return sum(block.chosen for block in self.blocks)
 
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """Log det Λ, in float64."""
+        # determinants of millions of weights are compared to fractions of a nat
         return torch.stack([block.log_det(precision, scale).double() for block in self.blocks]).sum()
 
     def variances(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """The diagonal of Λ⁻¹, by weight."""
         return _joined(block.variances(precision, scale) for block in self.blocks)
 
     def draw(self, noise: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """Λ^{-1/2} ξ, for ξ with a leading axis."""
         return _joined(block.draw(noise, precision, scale) for block in self.blocks)
 
     def product(self, vectors: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
-        """Λ v, for v with a leading axis."""
         return _joined(block.product(vectors, precision, scale) for block in self.blocks)
 
     def quadratic(self, vector: Weights, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """vᵀΛ⁻¹v for one v, in float64."""
         return torch.stack([block.quadratic(vector, precision, scale) for block in self.blocks]).sum()
 
     def covariance(self, parts: Sequence[Part], precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """SᵀJ Λ⁻¹ JᵀS for each example: [B, K, K]."""
-        total: Tensor | None = None
-        for block, block_parts in zip(self.blocks, assigned(self.blocks, parts)):
-            share = block.covariance(block_parts, precision, scale)
-            total = share if total is None else total + share
-        assert total is not None
-        return total
+        each = zip(self.blocks, assigned(self.blocks, parts))
+        return functools.reduce(operator.add, (block.covariance(of_block, precision, scale) for block, of_block in each))
 
     def effective(self, precision: Mapping[str, Tensor], scale: Tensor) -> Weights:
         """1 − τ (Λ⁻¹)_ii: how far the data, and not the prior, determine each weight (MacKay 1992); between 0 and 1."""
         variances = self.variances(precision, scale)
+        # elements outside of a subnetwork have no variance, and nothing is determined of them
         return {n: torch.where(v > 0, 1 - precision[n] * v, 0.0) for n, v in variances.items()}
 
     def to(self, device: torch.device) -> Curvature:
@@ -335,10 +306,13 @@ class Curvature:
 
     @classmethod
     def restored(cls, structure: str, description: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> Curvature:
-        """The inverse of `describe` and `tensors`."""
         blocks = []
         for i, entry in enumerate(description):
-            layers = [_layer_from(record) for record in entry["layers"]]
+            layers = []
+            for record in entry["layers"]:  # JSON has no tuples
+                shapes = tuple(tuple(int(n) for n in shape) for shape in record["shapes"])
+                layers.append(Layer(**{**record, "names": tuple(record["names"]), "shapes": shapes}))
+            # names of weights have dots themselves
             stored = {k.partition(".")[2]: v for k, v in tensors.items() if k.partition(".")[0] == str(i)}
             blocks.append(KINDS[entry["kind"]].restored(layers, stored))
         return cls(blocks, structure)
@@ -347,8 +321,8 @@ class Curvature:
 def added(first: Curvature, second: Curvature, scales: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)) -> Curvature:
     """s₁H₁ + s₂H₂ in the same structure: what the data of one task and those of the next say together.
 
-    Diagonals and dense matrices add up exactly; what becomes of Kronecker factors and of low rank stands at their `plus`. Nothing
-    is seen of the data.
+    Diagonals and dense matrices add up exactly; what becomes of Kronecker factors and of low rank stands at their `plus`.
+    Nothing is seen of the data.
     """
     if [block.layers for block in first.blocks] != [block.layers for block in second.blocks]:
         raise ValueError(
@@ -361,6 +335,7 @@ def added(first: Curvature, second: Curvature, scales: tuple[Tensor | float, Ten
             raise ValueError(
                 f"curvatures of kinds {one.kind!r} and {two.kind!r} cannot be added: use one structure= for all tasks"
             )
+        # scales differ where the two fits tuned their noise apart
         sums.append(one.scaled(scales[0]).plus(two.scaled(scales[1])))
     return Curvature(sums, first.structure)
 
@@ -369,32 +344,24 @@ def _joined(parts: Iterator[Weights]) -> Weights:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _layer_from(record: Mapping[str, Any]) -> Layer:
-    shapes = tuple(tuple(int(n) for n in shape) for shape in record["shapes"])
-    return Layer(**{**record, "names": tuple(record["names"]), "shapes": shapes})
-
-
 def assigned(blocks: Sequence[Block], parts: Sequence[Part]) -> list[list[Part]]:
     """The parts that each block is about; a layer whose bias is in a block of its own is divided."""
+    # a prior that treats weight and bias apart has made two layers of one
     known = {part.layer.names: part for part in parts}
 
     def part_of(layer: Layer) -> Part:
         if layer.names in known:
             return known[layer.names]
-        return _divided(next(part for part in parts if set(layer.names) <= set(part.layer.names)), layer)
+        whole = next(part for part in parts if set(layer.names) <= set(part.layer.names))
+        if layer.weighted:
+            return Part(layer, whole.columns[..., :-1], whole.rows)
+        # a bias has one group, whatever its weight has
+        rows = whole.rows.flatten(3).unsqueeze(3)
+        return Part(layer, rows.new_ones(*rows.shape[1:4], 1), rows)
 
     return [[part_of(layer) for layer in block.layers] for block in blocks]
 
 
-def _divided(part: Part, layer: Layer) -> Part:
-    """The weight or the bias of a layer alone."""
-    if layer.weighted:
-        return Part(layer, part.columns[..., :-1], part.rows)
-    rows = part.rows.flatten(3).unsqueeze(3)
-    return Part(layer, rows.new_ones(*rows.shape[1:4], 1), rows)
-
-
 def apart(layer: Layer) -> list[Layer]:
-    """The weight and the bias of a layer as two."""
     weight = replace(layer, names=layer.names[:1], shapes=layer.shapes[:1], biased=False)
     return [weight, Layer(layer.names[1:], "matrix", layer.shapes[1:], biased=True, weighted=False)]

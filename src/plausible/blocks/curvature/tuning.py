@@ -1,4 +1,4 @@
-"""Hyper-parameters by the evidence, precisions of a Gaussian prior and the noise of a Gaussian likelihood; and the way to a mode.
+"""Hyper-parameters by the evidence: precisions of a Gaussian prior and the noise of a Gaussian likelihood.
 
     log p(D) ≈ log p(D | w*) + log p(w* | τ) + ½P log 2π − ½ log det Λ,     Λ = s·H + diag(τ)
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from plausible.blocks.curvature.structures import Curvature
 from plausible.core.networks import layer as layer_of
+from plausible.core.priors.rules import LOG_2PI
 from plausible.core.weights import Weights
 
 Tune = Literal["global", "layer", "weight"]
 SMALLEST, LARGEST = 1e-8, 1e12
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Evidence(NamedTuple):
@@ -41,7 +41,6 @@ class Evidence(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """Log p(D)."""
         return self.log_likelihood + self.log_prior + self.log_volume
 
 
@@ -51,6 +50,7 @@ def gaussian_log_prior(residuals: Mapping[str, Tensor], precision: Mapping[str, 
     for name, residual in residuals.items():
         tau = precision[name].double()
         if not tau.ndim and name not in masks:
+            # one number for the tensor: no float64 copy of it
             square = torch.linalg.vector_norm(residual, dtype=torch.float64).square()
             total = total + 0.5 * residual.numel() * (tau.log() - LOG_2PI) - 0.5 * tau * square
             continue
@@ -60,7 +60,6 @@ def gaussian_log_prior(residuals: Mapping[str, Tensor], precision: Mapping[str, 
 
 
 def groups(names: tuple[str, ...], tune: Tune, curvature: Curvature) -> dict[str, str]:
-    """Which weights share a precision: name → group."""
     if tune == "global":
         return dict.fromkeys(names, "all")
     owner = {n: layer.names[0] for block in curvature.blocks for layer in block.layers for n in layer.names}
@@ -68,10 +67,10 @@ def groups(names: tuple[str, ...], tune: Tune, curvature: Curvature) -> dict[str
 
 
 def update(curvature: Curvature, residuals: Weights, precision: Weights, scale: Tensor, tune: Tune) -> tuple[Weights, float]:
-    """One fixed-point step: new precisions, and γ."""
     effective = curvature.effective(precision, scale)
     gamma = float(sum(value.double().sum() for value in effective.values()))
     if tune == "weight":
+        # MacKay's fixed point, which runs away for weights that data say nothing of: hence the bounds
         new = {
             n: (effective[n].clamp(min=0) / residuals[n].square().clamp(min=1e-30)).clamp(SMALLEST, LARGEST) for n in residuals
         }
@@ -118,13 +117,11 @@ def tune(
         else:
             effective = curvature.effective(precision, scale / variance)
             new, gamma = precision, float(sum(value.double().sum() for value in effective.values()))
+        # γ weights are spent on the fit: RSS/(N − γ) is unbiased where RSS/N is not
         before, variance = (variance, variance if squares is None else min(max(squares / max(count - gamma, 1.0), 0.05), 20.0))
+        # on the log scale, on which all precisions are alike
         moved = max(float((new[n] / precision[n]).log().abs().max()) for n in new) + abs(math.log(variance / before))
         precision = new
         if moved < tolerance:
             break
     return Tuned(precision, scale / variance, variance)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# To a mode

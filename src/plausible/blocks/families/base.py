@@ -21,8 +21,8 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class Drawn(NamedTuple):
     """One draw: the random weights by name, and log q(w) (0-d, differentiable in θ) where drawing computes it anyway.
 
-    In place of log q(w) may stand any number whose mean over draws is at least E_q log q(w), such as log q(w, z) − log r(z | w) of
-    an auxiliary model r: the bound stays a bound.
+    In place of log q(w) may stand any number whose mean over draws is at least E_q log q(w), such as log q(w, z) − log r(z | w)
+    of an auxiliary model r: the bound stays a bound.
     """
 
     weights: Weights
@@ -47,9 +47,9 @@ class Family(ABC):
     - `means(θ)` and `scales(θ)`, marginal, and `gaussian = True` where the marginals are Gaussian: expectations of log p are then
       in closed form (for Gaussian and flat priors any marginals will do).
 
-    All of it is called with plain dicts of tensors, eagerly and under `vmap`, `torch.func.grad` and `torch.compile`: no `.item()`,
-    no branch on values, no random numbers but `noise`. `components` above 1 is an equal mixture: each step draws from every
-    component and averages; draw number s of a posterior belongs to component s mod `components`.
+    All of it is called with plain dicts of tensors, eagerly and under `vmap`, `torch.func.grad` and `torch.compile`: no
+    `.item()`, no branch on values, no random numbers but `noise`. `components` above 1 is an equal mixture: each step draws
+    from every component and averages; draw number s of a posterior belongs to component s mod `components`.
     """
 
     components: int = 1
@@ -60,7 +60,6 @@ class Family(ABC):
 
     # -----------------------------------------------------------------------------------------------------------------
     # What a family says
-
     @abstractmethod
     def start(self, weights: Weights, scale: float, key: Tensor) -> Weights:
         """θ at which q is centred at `weights` with marginal scales of about `scale`; `key` is for random starts."""
@@ -74,7 +73,6 @@ class Family(ABC):
         """The weights that this noise gives, differentiable in the parameters."""
 
     def mirrored(self, noise: Weights) -> Weights:
-        """The noise of the antithetic partner of a draw."""
         return {name: -value for name, value in noise.items()}
 
     def entropy(self, parameters: Weights) -> Tensor | None:  # noqa: ARG002
@@ -102,34 +100,32 @@ class Family(ABC):
         return None
 
     def status(self, name: str) -> str:  # noqa: ARG002
-        """How the weight called `name` was inferred, in words."""
         return "inferred"
 
     # -----------------------------------------------------------------------------------------------------------------
     # What follows from it
-
     @property
     def has_density(self) -> bool:
-        """Whether log q can be evaluated at given weights."""
         return type(self).log_density is not Family.log_density
 
     def closed(self, prior: Prior, parameters: Weights, temperature: float = 1.0) -> Closed:
         """−H(q) − E_q log p(w)/T as far as it has a closed form, and what is left to draws."""
-        found = self.entropy(parameters)
-        value = _zero(parameters) if found is None else -found
+        entropy = self.entropy(parameters)
+        value = _zero(parameters) if entropy is None else -entropy
         means = self.means(parameters)
         scales = None if means is None else self.scales(parameters)
         if means is None or scales is None:
-            return Closed(value, found is None, tuple(self.like))
+            return Closed(value, entropy is None, tuple(self.like))
         names = []
         for name, mean in means.items():
+            # other marginals have other expectations of log p
             usable = self.gaussian or second_moments_suffice(prior, name)
             term = prior.expectation(name, mean, scales[name]) if usable else None
             if term is None:
                 names.append(name)
             else:
                 value = value - term / temperature
-        return Closed(value, found is None, tuple(names))
+        return Closed(value, entropy is None, tuple(names))
 
     def open(self, parameters: Weights) -> Closed:
         """The same with nothing in closed form: log q and log p of the same draws, whose noise cancels where q is close to p."""
@@ -168,11 +164,9 @@ class FlatFamily(Family):
         self.size = sum(weight.numel() for weight in self.like.values())
 
     def named(self, vector: Tensor) -> Weights:
-        """The vector's parts by name, with the weights' shapes and types."""
         return {name: part.to(self.like[name].dtype) for name, part in unflatten(vector, self.like).items()}
 
     def vector(self, weights: Weights) -> Tensor:
-        """The inverse of `named`."""
         return flatten(select(weights, self.like))
 
     def status(self, name: str) -> str:  # noqa: ARG002
@@ -183,6 +177,7 @@ def second_moments_suffice(prior: Prior, name: str) -> bool:
     """Whether E log p(w) depends on w by mean and variance alone: Gaussian and flat priors, also with fan-in."""
     rule = prior.rule(name)
     while isinstance(rule, FanIn):
+        # fan-in only scales
         rule = rule.prior.rule(name)
     return isinstance(rule, Gaussian | Flat)
 
@@ -194,6 +189,7 @@ def standard_log_density(noise: Tensor) -> Tensor:
 
 def sloping(value: Tensor, slopes: Weights, weights: Weights) -> Tensor:
     """The given value, with these gradients with respect to the weights."""
+    # a linear function with the right gradient, less its own value
     plane = torch.stack([(slopes[name].detach() * weights[name]).sum() for name in slopes]).sum()
     return value.detach() + (plane - plane.detach())
 
@@ -201,8 +197,8 @@ def sloping(value: Tensor, slopes: Weights, weights: Weights) -> Tensor:
 def positive_lower(raw: Tensor) -> Tensor:
     """L = diag(d)(I + T/√n), d the softplus of the diagonal of `raw` [n, n] and T its part below: any Cholesky factor.
 
-    An optimiser with steps of one size moves all n(n − 1)/2 entries of T at once. In these units what noise adds to them changes
-    the scales by a factor near 1; as plain entries of L they would soon outweigh the diagonal.
+    An optimiser with steps of one size moves all n(n − 1)/2 entries of T at once. In these units what noise adds to them
+    changes the scales by a factor near 1; as plain entries of L they would soon outweigh the diagonal.
     """
     diagonal = F.softplus(raw.diagonal())
     return torch.diag(diagonal) + diagonal[:, None] * raw.tril(-1) * len(raw) ** -0.5

@@ -12,8 +12,7 @@ from plausible.blocks.families.base import Drawn, Family
 from plausible.blocks.variational import inverse_softplus
 from plausible.core.weights import Weights
 
-EXPECTED_LOG_RADIUS = -0.5 * (0.5772156649015329 + math.log(2))
-"""E log|r| of r ~ N(0, 1)."""
+EXPECTED_LOG_RADIUS = -0.5 * (0.5772156649015329 + math.log(2))  # E log|r| of r ~ N(0, 1)
 
 
 class RadialFamily(Family):
@@ -29,13 +28,12 @@ class RadialFamily(Family):
 
     def start(self, weights: Weights, scale: float, key: Tensor) -> Weights:  # noqa: ARG002
         """The weights, and σ = scale·√d, which makes `scale` the marginal scale."""
-        found = {f"mean of {name}": weight for name, weight in weights.items()}
+        theta = {f"mean of {name}": weight for name, weight in weights.items()}
         for name, weight in weights.items():
-            found[f"rho of {name}"] = inverse_softplus(torch.full_like(weight, scale * math.sqrt(weight.numel())))
-        return found
+            theta[f"rho of {name}"] = inverse_softplus(torch.full_like(weight, scale * math.sqrt(weight.numel())))
+        return theta
 
     def noise(self, parameters: Weights) -> Weights:
-        """For each weight a normal tensor, whose direction counts, and a radius."""
         means = {name: parameters[f"mean of {name}"] for name in self.like}
         radii = {f"radius of {name}": mean.new_empty(()) for name, mean in means.items()}
         return {**{f"direction of {name}": mean for name, mean in means.items()}, **radii}
@@ -45,17 +43,16 @@ class RadialFamily(Family):
         return {name: -value if name.startswith("radius of ") else value for name, value in noise.items()}
 
     def draw(self, parameters: Weights, noise: Weights, component: int = 0) -> Drawn:  # noqa: ARG002
-        """μ + σ∘(ε/|ε|)·r."""
         drawn = {}
         for name in self.like:
             direction = noise[f"direction of {name}"]
+            # a normalised Gaussian vector is uniform on the sphere
             length = torch.rsqrt(direction.square().sum().clamp_min(1e-30))
             scale = F.softplus(parameters[f"rho of {name}"])
             drawn[name] = parameters[f"mean of {name}"] + scale * direction * (noise[f"radius of {name}"] * length)
         return Drawn(drawn)
 
     def entropy(self, parameters: Weights) -> Tensor:
-        """Σ log σ, and the entropy of u·r for each weight tensor."""
         logs = [F.softplus(parameters[f"rho of {name}"]).log().sum() for name in self.like]
         constant = sum(
             log_sphere(w.numel()) + (w.numel() - 1) * EXPECTED_LOG_RADIUS + 0.5 * math.log(math.pi / 2) + 0.5
@@ -70,6 +67,7 @@ class RadialFamily(Family):
             scale, size = F.softplus(parameters[f"rho of {name}"]), weight.numel()
             square = ((weight - parameters[f"mean of {name}"]) / scale).square().sum()
             constant = 0.5 * math.log(2 / math.pi) - log_sphere(size)
+            # log |z|^{d−1}: the density has a pole at the mean where d > 1
             radial = 0.5 * (size - 1) * square.clamp_min(1e-30).log() if size > 1 else 0.0
             terms.append(constant - 0.5 * square - radial - scale.log().sum())
         return torch.stack(terms).sum()
@@ -78,7 +76,6 @@ class RadialFamily(Family):
         return {name: parameters[f"mean of {name}"] for name in self.like}
 
     def scales(self, parameters: Weights) -> Weights:
-        """σ/√d by name."""
         return {name: F.softplus(parameters[f"rho of {name}"]) / math.sqrt(w.numel()) for name, w in self.like.items()}
 
     def status(self, name: str) -> str:  # noqa: ARG002

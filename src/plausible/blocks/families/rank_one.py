@@ -40,27 +40,26 @@ class RankOneFamily(Family):
 
     def start(self, weights: Weights, scale: float, key: Tensor) -> Weights:
         """The weights; factors around 1, those of several components apart from each other by `spread`."""
-        found = {f"point of {name}": weight for name, weight in weights.items()}
+        theta = {f"point of {name}": weight for name, weight in weights.items()}
         for name in self.repeated:
             weight = weights[name]
-            found[f"point of {name}"] = weight.expand(self.components, *weight.shape).clone()
+            theta[f"point of {name}"] = weight.expand(self.components, *weight.shape).clone()
         wanted = {}
         for name in self.factored:
             for side, count in zip(SIDES, weights[name].shape):
                 wanted[f"{side} of {name}"] = weights[name].new_empty(self.components, count)
         apart = random.normal(random.fold(key, 17), 0, wanted)
         for which, noise in apart.items():
-            found[f"mean of {which}"] = 1 + (self.spread if self.components > 1 else 0.0) * noise
-            found[f"rho of {which}"] = inverse_softplus(torch.full_like(noise, scale))
-        return found
+            # components that start alike would stay alike
+            theta[f"mean of {which}"] = 1 + (self.spread if self.components > 1 else 0.0) * noise
+            theta[f"rho of {which}"] = inverse_softplus(torch.full_like(noise, scale))
+        return theta
 
     def noise(self, parameters: Weights) -> Weights:
-        """Normal vectors for outputs and inputs of each factored weight."""
         names = [f"{side} of {name}" for name in self.factored for side in SIDES]
         return {which: parameters[f"mean of {which}"][0] for which in names}
 
     def draw(self, parameters: Weights, noise: Weights, component: int = 0) -> Drawn:
-        """W ∘ (s rᵀ) with the factors of this component."""
         drawn = {}
         for name in self.like:
             weight = parameters[f"point of {name}"]
@@ -75,7 +74,6 @@ class RankOneFamily(Family):
         return Drawn(drawn)
 
     def _factor(self, parameters: Weights, which: str) -> tuple[Tensor, Tensor]:
-        """Means and scales [K, n] of a factor."""
         return parameters[f"mean of {which}"], F.softplus(parameters[f"rho of {which}"])
 
     def closed(self, prior: Prior, parameters: Weights, temperature: float = 1.0) -> Closed:  # noqa: ARG002
@@ -84,21 +82,22 @@ class RankOneFamily(Family):
         for name in self.factored:
             for side in SIDES:
                 mean, scale = self._factor(parameters, f"{side} of {name}")
-                own = scale.log().sum() + HALF_LOG_2PIE * scale.numel()
-                terms.append(-own - self.prior.expectation("", mean, scale) / temperature)
+                entropy = scale.log().sum() + HALF_LOG_2PIE * scale.numel()
+                terms.append(-entropy - self.prior.expectation("", mean, scale) / temperature)
+        # KL of a mixture is at most the mean KL of its parts: the bound stays one
         return Closed(torch.stack(terms).sum() / self.components, False, ())
 
     def log_prior_of_points(self, prior: Prior, parameters: Weights) -> Tensor:
-        """Log p of W and of the other points, averaged over components where each has its own."""
+        """Log p of W and of the other points, averaged over components where each has its points."""
         shared = {name: parameters[f"point of {name}"] for name in self.like if name not in self.repeated}
         value = prior.log_prob(shared)
         for k in range(self.components) if self.repeated else ():
-            own = {name: parameters[f"point of {name}"][k] for name in self.repeated}
-            value = value + prior.log_prob(own) / self.components
+            points = {name: parameters[f"point of {name}"][k] for name in self.repeated}
+            # each component is one of K equally likely draws
+            value = value + prior.log_prob(points) / self.components
         return value
 
     def means(self, parameters: Weights) -> Weights:
-        """Means of the mixture of all components."""
         return {name: self._moments(parameters, name)[0] for name in self.like}
 
     def scales(self, parameters: Weights) -> Weights:
@@ -116,22 +115,21 @@ class RankOneFamily(Family):
         means = [torch.outer(s[k], r[k]) for k in range(self.components)]
         mean = torch.stack(means).mean(0)
         variance = torch.zeros_like(mean)
-        for k, own in enumerate(means):
+        for k, centre in enumerate(means):
             s_second, s_variance, r_variance = (s[k].square() + s_scale[k].square(), s_scale[k].square(), r_scale[k].square())
+            # Var(sr) = E s² Var r + Var s (E r)² for independent factors
             within = torch.outer(s_second, r_variance) + torch.outer(s_variance, r[k].square())
-            variance = variance + (within + (own - mean).square()) / self.components
+            variance = variance + (within + (centre - mean).square()) / self.components
         shape = (*point.shape[:2], *[1] * (point.ndim - 2))
         return point * mean.reshape(shape), point.square() * variance.reshape(shape)
 
     def status(self, name: str) -> str:
-        """Which weights have factors, and which are points."""
         if name in self.factored:
             return f"a point times inferred rank-one factors, {self.components} components"
         return "trained as a point in each component" if name in self.repeated else "trained as a point"
 
 
 def _along(vector: Tensor, axis: int, ndim: int) -> Tensor:
-    """The vector as a tensor of `ndim` axes that lies along one of them."""
     shape: list[Any] = [1] * ndim
     shape[axis] = -1
     return vector.reshape(shape)

@@ -4,18 +4,32 @@
 
 Vector lanes are examples: a unit's values for all examples of a tile lie side by side, a block of units × lanes stays in
 registers, activations are computed there, and gradients of weights are dot products along lanes. `source` writes the
-constants of one network in front of `lanes.cpp` and `perceptron.cpp`, which are the same for all.
+constants of one network in front of `lanes.cpp` and `perceptron.cpp`, which are the same for all. `load` compiles it by the
+system's compiler to a file in the user's cache folder, named by the program, the compiler, its flags and the processor.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
+import hashlib
 import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from plausible.core.folders import cache_folder
+from plausible.core.storage import beside
+from plausible.core.words import log
 
 ACTIVATIONS = ("identity", "tanh", "relu", "sigmoid", "silu", "softplus", "leaky_relu", "elu", "gelu_tanh", "gelu")
 LIKELIHOODS = ("gaussian", "gaussian_learned", "gaussian_per_output", "bernoulli", "categorical")
@@ -44,7 +58,7 @@ def _error_function(end: float, degree: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Linear:
     """One linear layer, where its weights lie in a position, and the activation behind it with its settings."""
 
     inputs: int
@@ -55,7 +69,7 @@ class Layer:
     settings: tuple[float, float] = (0.0, 0.0)
 
 
-def source(layers: Sequence[Layer], likelihood: str, size: int, noise: int | None, *, double: bool = False) -> str:
+def source(layers: Sequence[Linear], likelihood: str, size: int, noise: int | None, *, double: bool = False) -> str:
     """The whole program for these layers; `noise` is where a learned log scale lies, `size` the number of weights."""
     end, degree = (36.0, 52) if double else (16.0, 22)  # beyond √end erf is 1
     series = tuple(1 / (2 * k + 1) for k in range(17 if double else 8))  # atanh(z)/z in z² up to 1/9
@@ -86,4 +100,97 @@ def source(layers: Sequence[Layer], likelihood: str, size: int, noise: int | Non
     return "\n".join(["#include <stdint.h>", *constants, *bodies])
 
 
-__all__ = ["ACTIVATIONS", "LIKELIHOODS", "Layer", "source"]
+FLAGS = shlex.split(
+    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-exceptions -fno-rtti -fPIC -shared -pthread -w"
+)
+TUNED: tuple[str | None, ...] = ("-march=native", "-mcpu=native", None)  # the first that works
+WAITING = 300.0  # seconds for the compiler
+
+
+class BuildError(RuntimeError):
+    """There is no compiler, or it failed, or what it made cannot be loaded."""
+
+
+@functools.cache
+def _compiler() -> tuple[tuple[str, ...], str] | None:
+    """The command of a C++ compiler (`CXX`, c++, g++ or clang++) and what it says of itself."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        command = tuple(shlex.split(name))
+        if not command or shutil.which(command[0]) is None:
+            continue
+        try:
+            answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return command, answer.stdout
+    return None
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    except OSError:
+        told = {platform.processor()}
+    return "\n".join([platform.system(), platform.machine(), *sorted(told)])
+
+
+def load(program: str) -> ctypes.CDLL:
+    """The program as loaded code, compiled unless it lies in the cache; a file that cannot be loaded is made anew."""
+    if (compiler := _compiler()) is None:
+        raise BuildError("no C++ compiler")
+    command, version = compiler
+    # -march=native: code of one machine may crash another that shares the cache
+    parts = (program, *command, version, *FLAGS, *map(str, TUNED), _processor())
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return _loaded(_writable(cache_folder() / "native") / f"{digest}.so", program, command)
+
+
+@functools.cache
+def _writable(folder: Path) -> Path:
+    """The folder, or where it cannot be written to a private one of this process among temporary files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        private = Path(tempfile.mkdtemp(prefix="plausible-native-"))
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        log.info("compiled code cannot be kept in %s (%s): it is compiled for this process alone", folder, error)
+        return private
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(path: Path, program: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may have been cleared since
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                log.debug("compiled code in %s cannot be loaded, it is made anew: %s", path, error)
+        _compile(program, compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"the compiler's work cannot be used: {str(error)[:200]}") from error
+
+
+def _compile(program: str, compiler: tuple[str, ...], path: Path) -> None:
+    """Compile to a file that appears whole; processes that do so at once make the same file, and the last one stays."""
+    with tempfile.TemporaryDirectory(prefix="plausible-native-") as folder:
+        text = Path(folder) / "perceptron.cpp"
+        text.write_text(program)
+        # renamed when it is whole: another process never loads half a file
+        made = beside(path)
+        try:
+            # Arm's compilers want -mcpu, old ones know neither
+            for tuned in TUNED:
+                command = [*compiler, *FLAGS, *filter(None, [tuned]), str(text), "-o", str(made)]
+                answer = subprocess.run(command, capture_output=True, text=True, timeout=WAITING, check=False)
+                if answer.returncode == 0:
+                    os.replace(made, path)
+                    return
+        finally:
+            made.unlink(missing_ok=True)
+    raise BuildError(f"{' '.join(compiler)} failed: {answer.stderr[-400:]}")

@@ -4,14 +4,13 @@
 your own; `DVI` and `MDL` are built on these.
 """
 
-from plausible.blocks.moments.activations import RULES, activated, elementwise, rectified
 from plausible.blocks.moments.expectations import LogVarianceGaussian, expected_log_prob, expected_logsumexp
-from plausible.blocks.moments.gaussians import Moments, Weight, linear, scaled
-from plausible.blocks.moments.networks import Layer, Network, chain, propagate
+from plausible.blocks.moments.gaussians import RULES, Moments, Weight, activated, elementwise, linear, rectified, scaled
+from plausible.blocks.moments.networks import Link, Network, chain, propagate
 
 __all__ = [
     "RULES",
-    "Layer",
+    "Link",
     "LogVarianceGaussian",
     "Moments",
     "Network",

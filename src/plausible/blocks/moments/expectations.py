@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,41 +22,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions
 
-from plausible.blocks.moments.gaussians import Moments, Weight
-from plausible.blocks.moments.quadrature import along, nodes, root
+from plausible.blocks.moments.gaussians import Moments, Weight, along, nodes, root
 from plausible.core import likelihoods
 from plausible.core.distributions import constant
 from plausible.core.likelihoods import LOG_SCALE, Likelihood
 from plausible.core.serialise import register
 
 NOISE_NODES = 10
-TILTS = 12
-"""Iterations towards the best tilt of the bound for several classes."""
+TILTS = 12  # iterations towards the best tilt of the bound for several classes
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 @register
 @dataclass(frozen=True)
-class LogVarianceGaussian(Likelihood):
+class LogVarianceGaussian(likelihoods.MeanAndNoise):
     """p(y | f) = N(y; m, e^ℓ) with m the first half of the last axis of f and ℓ, the log variance, the second.
 
-    Outputs [..., N, 2K], targets [N, K]. As `likelihoods.HeteroscedasticGaussian`, with the noise for which Wu et al. (2019) have
-    closed forms.
+    Outputs [..., N, 2K], targets [N, K]. As `likelihoods.HeteroscedasticGaussian`, with the noise for which Wu et al. (2019)
+    have closed forms.
     """
 
-    kind: ClassVar[str] = "continuous"
+    second: ClassVar[str] = "log variances"
 
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Normal:  # noqa: ARG002
         mean, log_variance = outputs.chunk(2, -1)
         return distributions.Normal(mean, torch.exp(0.5 * log_variance), validate_args=False)
-
-    def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
-        if len(outputs_shape) < 2 or outputs_shape[-1] % 2:
-            raise ValueError(
-                f"LogVarianceGaussian needs outputs of shape [N, 2K], K means and then K log variances, got "
-                f"{list(outputs_shape)}: give the network two outputs per target"
-            )
-        return (*outputs_shape[:-1], outputs_shape[-1] // 2)
 
 
 def expected_log_prob(likelihood: Likelihood, f: Moments, y: Tensor, noise: Mapping[str, Weight]) -> Tensor:
@@ -68,13 +58,14 @@ def expected_log_prob(likelihood: Likelihood, f: Moments, y: Tensor, noise: Mapp
         return inner - scale.abs().log()
     if isinstance(likelihood, likelihoods.Gaussian):
         return _gaussian(likelihood, f, y, noise)
-    if isinstance(likelihood, likelihoods.HeteroscedasticGaussian | LogVarianceGaussian):
+    if isinstance(likelihood, likelihoods.MeanAndNoise):
         return _heteroscedastic(likelihood, f, y)
     if isinstance(likelihood, likelihoods.Poisson):
+        # the mean of a log-normal
         rate = torch.exp(f.mean + 0.5 * f.variance)
         return y * f.mean - rate - torch.lgamma(y.to(f.mean.dtype) + 1)
     if isinstance(likelihood, likelihoods.Categorical):
-        return _categorical(f, y)
+        return f.mean.gather(-1, y.long().unsqueeze(-1)).squeeze(-1) - expected_logsumexp(f)
     if likelihood.target_shape(f.mean.shape) == tuple(f.mean.shape):
         return _single(likelihood, f, y, noise)
     raise ValueError(
@@ -106,7 +97,7 @@ def located(likelihood: Likelihood, f: Moments) -> tuple[Tensor, Tensor]:
         return loc + scale * mean, variance * scale.square()
     if isinstance(likelihood, likelihoods.Gaussian):
         return f.mean, f.variance
-    if isinstance(likelihood, likelihoods.HeteroscedasticGaussian | LogVarianceGaussian):
+    if isinstance(likelihood, likelihoods.MeanAndNoise):
         return f.mean.chunk(2, -1)[0], f.variance.chunk(2, -1)[0]
     raise ValueError(
         f"closed-form predictive moments are known for Gaussian noise alone, not for {type(likelihood).__name__}; "
@@ -115,14 +106,13 @@ def located(likelihood: Likelihood, f: Moments) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
 def _power(likelihood: likelihoods.Gaussian, like: Tensor, noise: Mapping[str, Weight], power: int) -> Tensor:
     """E σ^power: e^{pμ + p²v/2} for a learned log σ ~ N(μ, v)."""
     if not isinstance(likelihood.scale, str):
         return constant("scale", likelihood.scale, like, like.shape) ** power
     log_scale = noise[LOG_SCALE]
     spread = 0 if log_scale.variance is None else log_scale.variance
+    # log-normal moments of any power
     return torch.exp(power * log_scale.mean + 0.5 * power**2 * spread)
 
 
@@ -147,6 +137,7 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, y: Tensor) -> Tensor:
     spread, raw_spread = f.variance.chunk(2, -1)
     crossed = torch.zeros_like(mean)
     if f.covariance is not None and f.covariance.ndim > f.mean.ndim:
+        # a mean and its own scale; others do not meet in one target
         crossed = f.covariance[..., :count, count:].diagonal(dim1=-2, dim2=-1)
     target = y.to(mean.dtype)
     if isinstance(likelihood, LogVarianceGaussian):
@@ -155,6 +146,7 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, y: Tensor) -> Tensor:
         return -HALF_LOG_2PI - 0.5 * (raw + (spread + residual * residual) * inverse)
     assert isinstance(likelihood, likelihoods.HeteroscedasticGaussian)
     points, weight = along((raw, raw_spread))
+    # the mean given the raw scale is linear in it: Gaussian conditioning
     slope = crossed / raw_spread.clamp_min(torch.finfo(mean.dtype).tiny ** 0.5)
     residual = target - mean - slope * (points - raw)
     scale = likelihood.minimum + F.softplus(points)
@@ -162,19 +154,13 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, y: Tensor) -> Tensor:
     return (weight * (-HALF_LOG_2PI - scale.log() - 0.5 * squares / (scale * scale))).sum(0)
 
 
-def _categorical(f: Moments, y: Tensor) -> Tensor:
-    index = y.long().unsqueeze(-1)
-    picked = f.mean.gather(-1, index).squeeze(-1)
-    return picked - expected_logsumexp(f)
-
-
 def expected_logsumexp(f: Moments) -> Tensor:
     """E log Σ e^{f_i} [N]: by quadrature for two classes, and an upper bound of it for more.
 
-    For any a, E log Σ e^{f_i} = aᵀm + E log Σ e^{f_i − aᵀf} ≤ log Σ exp(m_i + ½ C_ii − (Ca)_i + ½ aᵀCa), by Jensen (Knowles & Minka
-    2011, for any covariance C). The best a solves a = softmax(m + ½ diag C − Ca), the minimum of a convex function, sought by
-    damped iterations; a being whatever it is, the bound holds. For small C it is log Σ e^{m_i} + ½ (Σ p_i C_ii − pᵀCp) + …, the
-    second-order expansion.
+    For any a, E log Σ e^{f_i} = aᵀm + E log Σ e^{f_i − aᵀf} ≤ log Σ exp(m_i + ½ C_ii − (Ca)_i + ½ aᵀCa), by Jensen (Knowles &
+    Minka 2011, for any covariance C). The best a solves a = softmax(m + ½ diag C − Ca), the minimum of a convex function,
+    sought by damped iterations; a being whatever it is, the bound holds. For small C it is log Σ e^{m_i} + ½ (Σ p_i C_ii −
+    pᵀCp) + …, the second-order expansion.
     """
     matrix = f.covariance is not None and f.covariance.ndim > f.mean.ndim
     if f.mean.shape[-1] == 2:
@@ -188,10 +174,12 @@ def expected_logsumexp(f: Moments) -> Tensor:
 
     covariance = torch.zeros_like(f.mean) if f.covariance is None else f.covariance
     raised = f.mean + 0.5 * f.variance
+    # at the optimum the bound does not move with a (envelope theorem), and elsewhere it still is a bound
     with torch.no_grad():
         fixed, level = covariance.detach(), raised.detach()
         a = f.mean.detach().softmax(-1)
         largest = (fixed.abs().sum(-1) if matrix else fixed).amax(-1, keepdim=True)  # no eigenvalue is larger
+        # shorter steps where the covariance is large, and would make them overshoot
         pace = 1 / (1 + 0.25 * largest)
         for _ in range(TILTS):
             a = a + pace * ((level - through(a, fixed)).softmax(-1) - a)
@@ -200,7 +188,7 @@ def expected_logsumexp(f: Moments) -> Tensor:
 
 
 def _single(likelihood: Likelihood, f: Moments, y: Tensor, noise: Mapping[str, Weight]) -> Tensor:
-    """By quadrature over each output, and over the likelihood's own weights, of which a target sees one."""
+    """By quadrature over each output, and over the likelihood's moving weights, of which a target sees one."""
     points, weight = along((f.mean, f.variance))
     random = {name: value for name, value in noise.items() if value.variance is not None}
     if not random:
@@ -210,10 +198,10 @@ def _single(likelihood: Likelihood, f: Moments, y: Tensor, noise: Mapping[str, W
     outer = len(points)
     whole = points.repeat(NOISE_NODES, *(1,) * f.mean.ndim)  # [noise × output nodes, N, O]
     shares = (share.reshape(-1, 1) * weight.reshape(1, -1)).reshape(-1, *(1,) * f.mean.ndim)
-    own = {}
+    moving = {}
     for name, value in noise.items():
         moved = value.mean.expand(NOISE_NODES, *value.mean.shape)
         if value.variance is not None:
             moved = moved + root(value.variance) * z.reshape(-1, *(1,) * value.mean.ndim)
-        own[name] = moved.repeat_interleave(outer, 0)
-    return (shares * likelihood.log_prob(whole, y, own)).sum(0)
+        moving[name] = moved.repeat_interleave(outer, 0)
+    return (shares * likelihood.log_prob(whole, y, moving)).sum(0)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.core.priors.base import Prior, total
-from plausible.core.priors.rules import Gaussian
+from plausible.core.priors.rules import Gaussian, Prior, total
 from plausible.core.serialise import register
 
 
@@ -31,6 +30,7 @@ class Patterns(Prior):
     def __post_init__(self) -> None:
         pairs = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
         try:
+            # a tuple: priors are hashable and compared
             pairs = tuple((pattern, prior) for pattern, prior in pairs)
         except (TypeError, ValueError):
             raise TypeError(f"Patterns: rules must map patterns to priors, got {self.rules!r}") from None
@@ -44,12 +44,10 @@ class Patterns(Prior):
         object.__setattr__(self, "rules", pairs)
 
     def rule(self, name: str) -> Prior:
-        """The prior of the first pattern that matches."""
         return self.rules[self._index(name)][1].rule(name)
 
     def _index(self, name: str) -> int:
-        patterns = tuple(pattern for pattern, _ in self.rules)
-        return _first_match(name, patterns)
+        return _first_match(name, tuple(pattern for pattern, _ in self.rules))
 
     @property
     def proper(self) -> bool:
@@ -57,33 +55,27 @@ class Patterns(Prior):
 
     @property
     def independent(self) -> bool:
-        """Whether all rules are of independent elements."""
         return all(prior.independent for _, prior in self.rules)
 
     def parted(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Prior, dict[str, Tensor]]]:
-        """Patterns, their priors and the weights that they match, where there are any."""
         groups: list[dict[str, Tensor]] = [{} for _ in self.rules]
         for name, weight in weights.items():
             groups[self._index(name)][name] = weight
         return [(pattern, prior, group) for (pattern, prior), group in zip(self.rules, groups) if group]
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum over the rules, each applied to all its weights at once."""
         return total(prior.log_prob(group) for _, prior, group in self.parted(weights))
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density by the rule of this name."""
         return self.rule(name).elementwise(name, weight)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
-        """E log p(w) by the rule of this name."""
         return self.rule(name).expectation(name, mean, scale)
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
         return self.rule(name).draw(name, like, generator, draws)
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
-        """Weights one by one where they are independent, else rule by rule."""
         if self.independent:
             return super().sample(like, generator, draws)
         drawn: dict[str, Tensor] = {}
@@ -109,7 +101,6 @@ class FanIn(Prior):
             raise TypeError(f"FanIn: prior must be a prior, got {self.prior!r}{_hint(self.prior)}")
 
     def rule(self, name: str) -> Prior:
-        """The base rule of this name, scaled."""
         return FanIn(self.prior.rule(name))
 
     @property
@@ -121,29 +112,25 @@ class FanIn(Prior):
         return self.prior.independent
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The base prior's for all rescaled weights at once, with the Jacobian."""
         sizes = {name: _fan_in(name, weight) for name, weight in weights.items()}
+        # log |dz/dw|: a number, since n does not depend on w
         jacobian = sum(0.5 * math.log(sizes[name]) * weight.numel() for name, weight in weights.items())
         return self.prior.log_prob({name: w * math.sqrt(sizes[name]) for name, w in weights.items()}) + jacobian
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density of the rescaled weight, with the Jacobian."""
         fan_in = _fan_in(name, weight)
         base = self.prior.elementwise(name, weight * math.sqrt(fan_in))
         return base + 0.5 * math.log(fan_in)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:
-        """E log p(w) of the rescaled weight, with the Jacobian."""
         fan_in = _fan_in(name, mean)
         base = self.prior.expectation(name, mean * math.sqrt(fan_in), scale * math.sqrt(fan_in))
         return None if base is None else base + 0.5 * math.log(fan_in) * mean.numel()
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws of the base prior over √n."""
         return self.prior.draw(name, like, generator, draws) / math.sqrt(_fan_in(name, like))
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
-        """Weights one by one where they are independent, else together."""
         if self.independent:
             return super().sample(like, generator, draws)
         drawn = self.prior.sample(like, generator, draws)
@@ -161,7 +148,7 @@ class Leaf(NamedTuple):
 def leaves(prior: Prior, weights: Mapping[str, Tensor]) -> list[Leaf]:
     """The priors that patterns and fan-in lead to, each with all its weights."""
     if isinstance(prior, Patterns):
-        parts = [(pattern, leaf) for pattern, own, group in prior.parted(weights) for leaf in leaves(own, group)]
+        parts = [(pattern, leaf) for pattern, inner, group in prior.parted(weights) for leaf in leaves(inner, group)]
         return [leaf._replace(path=f"{pattern} {leaf.path}".strip()) for pattern, leaf in parts]
     if isinstance(prior, FanIn):
         return [
@@ -187,9 +174,7 @@ _first_match._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fan_in(name: str, weight: Tensor) -> int:
-    if weight.ndim < 2 or name.startswith("likelihood."):
-        return 1
-    return max(math.prod(weight.shape[1:]), 1)
+    return 1 if weight.ndim < 2 or name.startswith("likelihood.") else max(math.prod(weight.shape[1:]), 1)
 
 
 def _hint(value: Any) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plausible.core.priors.base import Prior, total
 from plausible.core.priors.composed import as_prior
+from plausible.core.priors.rules import LOG_2PI, Prior, total
 from plausible.core.transforms import transformed
-
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Earlier(Prior):
@@ -23,17 +21,12 @@ class Earlier(Prior):
         first = pl.fit(net, task_1, pl.Laplace(structure="kron"))
         both = pl.fit(net, task_2, pl.Laplace(structure="kron"), prior=pl.priors.Earlier(first), init=first)
 
-    By Bayes' rule p(w | D₁, D₂) ∝ p(D₂ | w) p(w | D₁): with the Gaussian of the first task in the place of p(w | D₁) nothing of D₁
-    is needed any more. With Kronecker factors that is the online Laplace approximation of Ritter, Botev and Barber (2018), with
-    diagonal ones Kirkpatrick et al.'s (2017) elastic weight consolidation with its sums put right (Huszár 2018), and with
-    `MeanField` posteriors variational continual learning (Nguyen et al. 2018).
-
-    `posterior` is one of `Laplace`, which gives Λ as `precision_product(δ)`, or independent Gaussians (`MeanField` and its kin),
-    of which Λ is 1/σ². Weights that were no part of it, points and new ones, keep `rest`: by default the prior it was fitted with.
-    Unless Λ is diagonal this is one density over all its weights together: no density for single ones (`elementwise`), and
-    `log_prob` needs all of them. It holds tensors, not settings: a file names it, and `load` wants it again.
-
-    Cost of `log_prob`: one product Λδ.
+    With Kronecker factors that is the online Laplace approximation of Ritter, Botev and Barber (2018), with diagonal ones
+    Kirkpatrick et al.'s (2017) elastic weight consolidation with its sums put right (Huszár 2018), and with `MeanField` posteriors
+    variational continual learning (Nguyen et al. 2018). `posterior` is one of `Laplace`, which gives Λ as `precision_product(δ)`,
+    or independent Gaussians, of which Λ is 1/σ². Weights that were no part of it keep `rest`: by default the prior it was fitted
+    with. Unless Λ is diagonal this is one density over all its weights together, and `log_prob` needs all of them, at the cost of
+    one product Λδ. It holds tensors, not settings: a file names it, and `load` wants it again.
     """
 
     def __init__(self, posterior: Any, rest: Prior | Mapping[str, Prior] | None = None):
@@ -58,23 +51,23 @@ class Earlier(Prior):
         self._elsewhere: dict[torch.device, Any] = {next(iter(law.means.values())).device: law}
         self._log_det = 0.0 if law.independent else float(law.precision_log_det)
         self._shown = repr(posterior)
-        self.__qualname__ = f"Earlier({_digest(law.means)})"  # what stands for it in files and checkpoints
+        digest = hashlib.blake2b(digest_size=4)
+        for value in law.means.values():
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self.__qualname__ = f"Earlier({digest.hexdigest()})"  # what stands for it in files and checkpoints
 
     def __repr__(self) -> str:
         return f"Earlier({self._shown})"
 
     def rule(self, name: str) -> Prior:
-        """The prior itself for the weights of the earlier posterior, and the rule of `rest` for others."""
         return self if name in self.law.means else self.rest.rule(name)
 
     @property
     def independent(self) -> bool:
-        """Whether the earlier posterior is diagonal."""
         return self.law.independent
 
     @property
     def proper(self) -> bool:
-        """Whether the prior of the other weights is, too."""
         return all(self.rest.rule(name).proper for name in self._others)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -82,29 +75,27 @@ class Earlier(Prior):
         others = {name: weight for name, weight in weights.items() if name not in self.law.means}
         known = {name: weight for name, weight in weights.items() if name not in others}
         parts = [self.rest.log_prob(others)] if others else []
-        if known and self.independent:
-            parts += [self.elementwise(name, weight).sum() for name, weight in known.items()]
-        elif known:
-            parts.append(self._quadratic(known))
-        return total(parts)
-
-    def _quadratic(self, weights: Mapping[str, Tensor]) -> Tensor:
-        earlier = self.there(weights)
-        if missing := [name for name in earlier.means if name not in weights]:
+        if not known or self.independent:
+            return total([*parts, *(self.elementwise(name, weight).sum() for name, weight in known.items())])
+        earlier = self.there(known)
+        if missing := [name for name in earlier.means if name not in known]:
             raise ValueError(
                 f"Earlier is one density over {len(earlier.means)} weights together, and {missing[0]!r} is not among those given "
-                f"({', '.join(weights)}): make all of them random again, or fit the first posterior with structure='diag'"
+                f"({', '.join(known)}): make all of them random again, or fit the first posterior with structure='diag'"
             )
-        moved = {name: weights[name] - mean.to(weights[name].dtype) for name, mean in earlier.means.items()}
+        moved = {name: known[name] - mean.to(known[name].dtype) for name, mean in earlier.means.items()}
         names = tuple(moved)
         product = lambda *values: tuple(map(earlier.precision_product(dict(zip(names, values))).__getitem__, names))  # noqa: E731
+        # a custom function has no rule under transforms, and is not needed without gradients
         plain = transformed() or not torch.is_grad_enabled()
-        square = _square(product, moved.values()) if plain else _Square.apply(product, *moved.values())
+        if plain:
+            square = total((one * two).sum() for one, two in zip(moved.values(), product(*moved.values())))
+        else:
+            square = _Square.apply(product, *moved.values())
         count = sum(value.numel() for value in moved.values())
-        return -0.5 * square + 0.5 * (self._log_det - count * LOG_2PI)
+        return total([*parts, -0.5 * square + 0.5 * (self._log_det - count * LOG_2PI)])
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The log density of each element, where elements are independent."""
         if name not in self.law.means:
             return self.rest.elementwise(name, weight)
         if not self.independent:
@@ -123,14 +114,12 @@ class Earlier(Prior):
         return (self.elementwise(name, mean) - 0.5 * scale.square() / variance).sum()
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws of one weight: a marginal, which `sample` does not use."""
         if name not in self.law.means:
             return self.rest.draw(name, like, generator, draws)
         drawn = self._drawn(generator, math.prod(draws))[name]
         return drawn.reshape(*draws, *like.shape).to(generator.device)
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
-        """Weights drawn together from the earlier posterior, and others by `rest`."""
         others = {name: weight for name, weight in like.items() if name not in self.law.means}
         apart = self.rest.sample(others, generator, draws)
         together = self._drawn(generator, 1 if draws is None else draws)
@@ -139,6 +128,7 @@ class Earlier(Prior):
         return {name: apart[name] if name in apart else together[name].to(weight) for name, weight in like.items()}
 
     def _drawn(self, generator: torch.Generator, count: int) -> Mapping[str, Tensor]:
+        # the law draws by seeds: one of them comes from the generator
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         return self.law.draws(0, count, seed)
 
@@ -152,14 +142,9 @@ class Earlier(Prior):
                 )
         device = next(iter(weights.values())).device
         if device not in self._elsewhere:
+            # moved once: factors may be large
             self._elsewhere[device] = self.law.to(device)
         return self._elsewhere[device]
-
-
-def _square(product: Callable[..., tuple[Tensor, ...]], moved: Iterable[Tensor]) -> Tensor:
-    """δᵀΛδ."""
-    values = tuple(moved)
-    return total((one * two).sum() for one, two in zip(values, product(*values)))
 
 
 class _Square(torch.autograd.Function):
@@ -193,10 +178,3 @@ def earlier_posterior(prior: Prior, names: Sequence[str], weights: Mapping[str, 
             "where= for all tasks"
         )
     return law
-
-
-def _digest(means: Mapping[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=4)
-    for value in means.values():
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -10,15 +10,14 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from plausible.core.priors.base import Prior, total
-from plausible.core.priors.rules import LOG_2PI, _lgamma, _log, _normal
+from plausible.core.priors.rules import LOG_2PI, Prior, _lgamma, _log, _normal, total
 from plausible.core.serialise import check_number, register
 
 GROUPS = ("tensor", "layer", "input", "all")
 NOISE = "likelihood."
 
 
-class Block(NamedTuple):
+class Group(NamedTuple):
     """Weights that share precisions: their names, and whether there is one for each input (axis 1) or one for all."""
 
     names: tuple[str, ...]
@@ -34,17 +33,14 @@ class Hierarchical(Prior):
 
         log p(w_g) = log Γ(a + n/2) − log Γ(a) + a log b − (n/2) log 2π − (a + n/2) log(b + ½‖w_g‖²),   a = shape, b = rate,
 
-    and this is what `log_prob` gives, so that every method can use it. Samplers by Markov chains draw the precisions too, by Gibbs
-    steps (Neal 1996, Bayesian learning for neural networks), and keep them: `posterior.precisions`. With `sampled=False` they move
-    under the integrated density instead, whose gradient is −E(τ | w)·w. Both have the same posterior of the weights.
-
-    Groups share a precision: "tensor", every weight matrix and every bias has its own; "layer", weight and bias of a layer share
-    one; "input", as "tensor", but the first weight of two or more axes has one for each of its inputs: automatic relevance
-    determination (MacKay 1994, Neal 1996); "all". The likelihood's own weights are never grouped with those of the network.
-    `with_width(width, alpha)` is Neal's parametrisation, and `FanIn` around it his scaling of weights by the number of units.
-
-    Elements of a group depend on each other: no density for single ones (`elementwise`). Weights that `where=` leaves out are fixed
-    members of their group: the law of the others is the one given them, p(w_random | w_points), for chains and for particles alike.
+    and this is what `log_prob` gives, so that every method can use it. Markov chains draw the precisions too, by Gibbs steps
+    (Neal 1996, Bayesian learning for neural networks), and keep them: `posterior.precisions`; with `sampled=False` they move
+    under the integrated density, whose gradient is −E(τ | w)·w. Groups share a precision: "tensor", every weight matrix and
+    every bias has its own; "layer", weight and bias of a layer share one; "input", as "tensor", but the first weight of two or
+    more axes has one for each of its inputs: automatic relevance determination (MacKay 1994, Neal 1996); "all". The
+    likelihood's own weights are never grouped with those of the network. `with_width(width, alpha)` is Neal's parametrisation,
+    and `FanIn` around it his scaling by the number of units. Elements of a group have no density alone (`elementwise`); weights
+    that `where=` leaves out are fixed members of it: p(w_random | w_points).
     """
 
     shape: float = 1.0
@@ -53,8 +49,7 @@ class Hierarchical(Prior):
     sampled: bool = True
 
     def __post_init__(self) -> None:
-        check_number(self, "shape", above=0)
-        check_number(self, "rate", above=0)
+        check_number(self, "shape", "rate", above=0)
         if self.groups not in GROUPS:
             raise ValueError(f"Hierarchical: groups must be one of {', '.join(map(repr, GROUPS))}, got {self.groups!r}")
         if not isinstance(self.sampled, bool):
@@ -70,72 +65,69 @@ class Hierarchical(Prior):
 
     @property
     def independent(self) -> bool:
-        """False: what one weight is says something about the others of its group."""
         return False
 
     # -----------------------------------------------------------------------------------------------------------------
     # Which weights belong together
-
-    def blocks(self, weights: Mapping[str, Tensor]) -> dict[str, Block]:
-        """Names of groups (of several, where each input has its own), and the weights in them."""
+    def blocks(self, weights: Mapping[str, Tensor]) -> dict[str, Group]:
+        """Names of groups (of several, where each input has its group), and the weights in them."""
+        # the layer that sees the inputs, as far as names tell
         first = next((n for n, w in weights.items() if w.ndim > 1 and not n.startswith(NOISE)), None)
-        found: dict[str, tuple[str, ...]] = {}
+        groups: dict[str, tuple[str, ...]] = {}
         for name in weights:
-            own = name
+            group = name
             if self.groups == "all":
-                own = NOISE[:-1] if name.startswith(NOISE) else "all"
+                group = NOISE[:-1] if name.startswith(NOISE) else "all"
             elif self.groups == "layer":
-                own = name.rpartition(".")[0] or name
-            found[own] = (*found.get(own, ()), name)
-        return {own: Block(names, self.groups == "input" and names[0] == first) for own, names in found.items()}
+                group = name.rpartition(".")[0] or name
+            groups[group] = (*groups.get(group, ()), name)
+        return {group: Group(names, self.groups == "input" and names[0] == first) for group, names in groups.items()}
 
     def labels(self, weights: Mapping[str, Tensor]) -> tuple[tuple[str, ...], dict[str, Tensor]]:
         """Names of the groups, and for each weight the group of each of its elements: int64, shaped like the weight."""
         every: list[str] = []
-        found = {}
-        for own, block in self.blocks(weights).items():
+        labels = {}
+        for group, block in self.blocks(weights).items():
             for name in block.names:
                 weight = weights[name]
                 label = torch.tensor(len(every))
                 if block.columns:
                     label = label + torch.arange(weight.shape[1]).view(-1, *[1] * (weight.ndim - 2))
-                found[name] = label.expand(weight.shape).to(weight.device)
+                labels[name] = label.expand(weight.shape).to(weight.device)
             columns = weights[block.names[0]].shape[1] if block.columns else 0
-            every += [f"{own}[{i}]" for i in range(columns)] if block.columns else [own]
-        return tuple(every), found
+            every += [f"{group}[{i}]" for i in range(columns)] if block.columns else [group]
+        return tuple(every), labels
 
     # -----------------------------------------------------------------------------------------------------------------
     # The density
-
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum over groups of the log density with the precision integrated out."""
         return total(self._integrated(*self._squares(weights, block)) for block in self.blocks(weights).values())
 
-    def _squares(self, weights: Mapping[str, Tensor], block: Block) -> tuple[int, Tensor]:
+    def _squares(self, weights: Mapping[str, Tensor], block: Group) -> tuple[int, Tensor]:
         """How many weights a group has, and ‖w_g‖²: 0-d, or `[inputs]`."""
-        own = [weights[name] for name in block.names]
+        members = [weights[name] for name in block.names]
         if block.columns:
-            by_input = own[0].transpose(0, 1).flatten(1)
+            by_input = members[0].transpose(0, 1).flatten(1)
             return by_input.shape[1], by_input.square().sum(1)
-        return sum(weight.numel() for weight in own), total(weight.square().sum() for weight in own)
+        return sum(weight.numel() for weight in members), total(weight.square().sum() for weight in members)
 
     def _integrated(self, count: int, square: Tensor) -> Tensor:
         half = 0.5 * count
         constant = _lgamma(self.shape + half) - _lgamma(self.shape) + self.shape * _log(self.rate) - half * LOG_2PI
+        # constants included: evidences of models are compared
         return (constant - (self.shape + half) * torch.log(self.rate + 0.5 * square)).sum()
 
     def expected_precision(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """E(τ | w) = (shape + n/2)/(rate + ½‖w_g‖²) by weight, to broadcast with it; the gradient of log p is −E(τ | w)·w."""
-        found = {}
+        expected = {}
         for block in self.blocks(weights).values():
             count, square = self._squares(weights, block)
             value = (self.shape + 0.5 * count) / (self.rate + 0.5 * square)
             for name in block.names:
-                found[name] = value.view(-1, *[1] * (weights[name].ndim - 2)) if block.columns else value
-        return found
+                expected[name] = value.view(-1, *[1] * (weights[name].ndim - 2)) if block.columns else value
+        return expected
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:  # noqa: ARG002
-        """Refused: elements depend on each other."""
         raise ValueError(
             f"Hierarchical is one density over all weights of a group: elements of {name!r} alone have none; use log_prob, or a "
             "prior of independent weights, e.g. StudentT"
@@ -143,26 +135,24 @@ class Hierarchical(Prior):
 
     # -----------------------------------------------------------------------------------------------------------------
     # Draws
-
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Draws of one weight: a marginal; `sample` draws all of them together."""
         count = math.prod(draws)
         drawn = self.sample({name: like.double() if like.dtype == torch.float64 else like.float()}, generator, count)
         return drawn[name].reshape(*draws, *like.shape).to(generator.device)
 
     def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
-        """Precisions of all groups by Gamma variates, then weights given them."""
         if draws is not None and draws < 1:
             raise ValueError(f"draws must be at least 1, got {draws!r}")
         names, labels = self.labels(like)
         leading = () if draws is None else (draws,)
         shape = torch.full((*leading, len(names)), float(self.shape), dtype=torch.float64, device=generator.device)
+        # small shapes give variates that round to 0, and a scale of ∞
         gamma = torch._standard_gamma(shape, generator=generator).clamp(min=torch.finfo(torch.float64).tiny)
         scale = (gamma / self.rate).rsqrt()
         drawn = {}
         for name, weight in like.items():
             dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            own = scale[..., labels[name].to(generator.device)].to(dtype)
+            scales = scale[..., labels[name].to(generator.device)].to(dtype)
             noise = _normal((*leading, *weight.shape), generator, dtype)
-            drawn[name] = (own * noise).to(device=weight.device, dtype=weight.dtype)
-        return {name: drawn[name] for name in like}
+            drawn[name] = (scales * noise).to(device=weight.device, dtype=weight.dtype)
+        return drawn

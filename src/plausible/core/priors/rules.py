@@ -1,9 +1,12 @@
-"""Densities of single weights: Gaussian, Laplace, Student's t, mixtures of scales, horseshoe, log-uniform, flat."""
+"""Priors, and densities of single weights: Gaussian, Laplace, Student's t, scale mixtures, horseshoe, log-uniform, flat."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,14 +14,113 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plausible.core.priors.base import Rule, total
 from plausible.core.serialise import check_number, register
 from plausible.core.transforms import transformed
 
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, terms) if (terms := list(terms)) else torch.zeros(())
+
+
+class Prior(ABC):
+    """log p(w) = Σ over names and elements; weights are dicts of tensors without a leading axis of draws.
+
+    For stacked weights apply `torch.func.vmap` to `log_prob`.
+    """
+
+    @abstractmethod
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:
+        """The log density of each element of the weight called `name`; same shape as `weight`."""
+
+    @abstractmethod
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        """Independent draws for one weight, [*draws, *like.shape], on the generator's device in float32 or float64."""
+
+    def rule(self, name: str) -> Prior:  # noqa: ARG002
+        """The prior that applies to the weight called `name`, with patterns resolved."""
+        return self
+
+    @property
+    def proper(self) -> bool:
+        """Whether the density integrates to 1, so that there is something to sample."""
+        return True
+
+    @property
+    def independent(self) -> bool:
+        """Whether elements are independent of each other, so that each has a density of its own: `elementwise`."""
+        return True
+
+    @property
+    def precision(self) -> float | None:
+        """λ where log p(w) = −½λ‖w‖² + constant for all weights alike, else None.
+
+        The gradient −λw then needs no autograd: optimisers take it as `l2`.
+        """
+        return None
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:  # noqa: ARG002
+        """E log p(w) for the weight called `name` under w ~ N(mean, scale²), summed: 0-d; None where there is no closed form."""
+        return None
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        return total(self.elementwise(name, weight).sum() for name, weight in weights.items())
+
+    def sample(self, like: Mapping[str, Tensor], generator: torch.Generator, draws: int | None = None) -> dict[str, Tensor]:
+        """Weights drawn from the prior, with names, shapes, dtypes and devices of `like`.
+
+        With `draws` every tensor gets a leading axis of that length. The generator may live on the CPU or on the
+        weights' device; a CPU generator gives the same draws on every device. Improper priors raise ValueError.
+        """
+        if draws is not None and draws < 1:
+            raise ValueError(f"draws must be at least 1, got {draws!r}")
+        leading = () if draws is None else (draws,)
+        drawn = {}
+        for name, weight in like.items():
+            value = self.draw(name, weight.detach(), generator, leading)
+            drawn[name] = value.to(device=weight.device, dtype=weight.dtype)
+        return drawn
+
+
+class Rule(Prior):
+    """One density on the real line for every element: subclasses give `log_density` and `variate`.
+
+    For `log_prob`, weights with fewer elements than `join_below` are laid end to end first: one pass over many small
+    tensors instead of many passes.
+    """
+
+    join_below: ClassVar[float] = 2**14
+
+    @abstractmethod
+    def log_density(self, weight: Tensor) -> Tensor:
+        """The log density of each element; same shape."""
+
+    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """Independent draws on the generator's device."""
+        raise ValueError(f"{type(self).__name__} is improper and cannot be sampled")
+
+    def elementwise(self, name: str, weight: Tensor) -> Tensor:  # noqa: ARG002
+        return self.log_density(weight)
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        # many small tensors cost a kernel each; copying large ones would cost more
+        small = [weight.reshape(-1) for weight in weights.values() if weight.numel() < self.join_below]
+        parts = [weight for weight in weights.values() if weight.numel() >= self.join_below]
+        return total(self.log_density(part).sum() for part in [*parts, *([torch.cat(small)] if small else [])])
+
+    def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
+        if not self.proper:
+            raise ValueError(
+                f"cannot sample the weight {name!r} from {self!r}: this prior is improper, its density has no finite "
+                "integral; choose a proper one, e.g. Gaussian(scale=1.0), or give LogUniform both bounds"
+            )
+        # half precision is drawn in float32 and rounded after
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return self.variate((*draws, *like.shape), generator, dtype)
+
+
 LOG_2PI = math.log(2 * math.pi)
 EULER_GAMMA = 0.5772156649015329
-SOFTENING = 1e-8
-"""Poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)."""
+SOFTENING = 1e-8  # poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)
 
 
 def _log(value: float | Tensor) -> float | Tensor:
@@ -28,10 +130,6 @@ def _log(value: float | Tensor) -> float | Tensor:
 
 def _lgamma(value: float | Tensor) -> float | Tensor:
     return torch.lgamma(value) if isinstance(value, Tensor) else math.lgamma(value)
-
-
-def _log1m(value: float | Tensor) -> float | Tensor:
-    return torch.log1p(-value) if isinstance(value, Tensor) else math.log1p(-value)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -91,12 +189,13 @@ class Gaussian(Rule):
         return -0.5 * self._residual(weight).square() - (_log(self.scale) + 0.5 * LOG_2PI)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum of all log densities; the constant is added once."""
         if not weights:
             return torch.zeros(())
         values = tuple(weights.values())
+        # once for all weights, not once for each
         constant = sum(value.numel() for value in values) * (_log(self.scale) + 0.5 * LOG_2PI)
         moved = isinstance(self.loc, Tensor) or self.loc != 0
+        # the list kernels want one type, and no transform around them
         plain = moved or transformed() or any(value.dtype != values[0].dtype for value in values)
         if not plain:
             square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
@@ -106,13 +205,11 @@ class Gaussian(Rule):
         return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
-        """−½ Σ ((μ − loc)² + σ²)/scale², and the constant."""
         centred = mean if not isinstance(self.loc, Tensor) and self.loc == 0 else mean - self.loc
         constant = mean.numel() * (_log(self.scale) + 0.5 * LOG_2PI)
         return (-0.5 / self.scale**2) * (centred * centred + scale * scale).sum() - constant
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A standard normal variate, scaled and moved."""
         return self.loc + self.scale * _normal(shape, generator, dtype)
 
     def _residual(self, weight: Tensor) -> Tensor:
@@ -131,7 +228,6 @@ class Laplace(Rule):
         check_number(self, "scale", above=0)
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """−|w|/scale − log(2·scale)."""
         return -weight.abs() / self.scale - _log(2 * self.scale)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
@@ -141,7 +237,7 @@ class Laplace(Rule):
         return -size.sum() / self.scale - mean.numel() * _log(2 * self.scale)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A random sign times an exponential variate."""
+        # log1p(−u): u may be 0, never 1
         size = -torch.log1p(-_uniform(shape, generator, dtype))
         return self.scale * size * _sign(shape, generator, dtype)
 
@@ -155,8 +251,7 @@ class StudentT(Rule):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number(self, "df", above=0)
-        check_number(self, "scale", above=0)
+        check_number(self, "df", "scale", above=0)
 
     def log_density(self, weight: Tensor) -> Tensor:
         df = self.df
@@ -164,7 +259,6 @@ class StudentT(Rule):
         return constant - 0.5 * (df + 1) * torch.log1p((weight / self.scale).square() / df)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A normal variate over the root of a χ² variate per degree of freedom."""
         shapes = torch.full(shape, 0.5 * self.df, dtype=dtype, device=generator.device)
         chi_square = 2 * torch._standard_gamma(shapes, generator=generator)
         return self.scale * _normal(shape, generator, dtype) * torch.rsqrt(chi_square / self.df)
@@ -184,25 +278,26 @@ class ScaleMixture(Rule):
 
     def __post_init__(self) -> None:
         check_number(self, "pi", above=0, below=1)
-        check_number(self, "sigma1", above=0)
-        check_number(self, "sigma2", above=0)
+        check_number(self, "sigma1", "sigma2", above=0)
 
     def log_density(self, weight: Tensor) -> Tensor:
         """The wide component's log density plus softplus of the (bounded above) log ratio narrow/wide."""
-        one, two = (_log(self.pi), self.sigma1), (_log1m(self.pi), self.sigma2)
+        other: Any = torch.log1p(-self.pi) if isinstance(self.pi, Tensor) else math.log1p(-self.pi)
+        one, two = (_log(self.pi), self.sigma1), (other, self.sigma2)
         if isinstance(self.sigma1, Tensor) or isinstance(self.sigma2, Tensor):  # stacked
             order = torch.as_tensor(self.sigma1) >= torch.as_tensor(self.sigma2)
             log_wide, wide = (torch.where(order, a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
             log_narrow, narrow = (torch.where(order, a, b) for a, b in zip(two, one))  # type: ignore[call-overload]
         else:
+            # the ratio narrow/wide is bounded above: softplus of it never overflows
             (log_wide, wide), (log_narrow, narrow) = (one, two) if self.sigma1 >= self.sigma2 else (two, one)
         square = weight.square()
         ratio = log_narrow - log_wide + _log(wide / narrow) - 0.5 * (narrow**-2 - wide**-2) * square
+        # PyTorch's threshold of 20 would lose digits of float64
         mixture = F.softplus(ratio, threshold=60.0) - (0.5 * wide**-2) * square
         return mixture + (log_wide - _log(wide) - 0.5 * LOG_2PI)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A component for each element, then a normal variate of its scale."""
         chosen = _uniform(shape, generator, dtype) < self.pi
         scale = torch.where(chosen, self.sigma1, self.sigma2).to(dtype)
         return scale * _normal(shape, generator, dtype)
@@ -225,13 +320,13 @@ class Horseshoe(Rule):
         check_number(self, "scale", above=0)
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """The logarithm of e^u E₁(u), normalised."""
         u = 0.5 * ((weight / self.scale).square() + SOFTENING**2)
         return _log_scaled_exponential_integral(u) - (_log(self.scale) + 0.5 * math.log(2 * math.pi**3))
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A normal variate times a half-Cauchy one, itself a ratio of normal variates."""
         first, second, third = (_normal(shape, generator, dtype) for _ in range(3))
+        # a ratio of normals is Cauchy
         return self.scale * first * (second / third.abs().clamp_min(torch.finfo(dtype).tiny)).abs()
 
 
@@ -243,19 +338,17 @@ def _log_scaled_exponential_integral(u: Tensor) -> Tensor:
     u = 1 (float32), 2·10⁻¹⁴ with n = 24 from u = 2 (float64).
     """
     switch, terms, depth = (2.0, 24, 24) if u.dtype == torch.float64 else (1.0, 10, 10)
+    # both branches are computed: each must be finite everywhere, for gradients too
     small, large = u.clamp(max=switch), u.clamp(min=switch)
-    series = torch.full_like(small, _series_coefficient(terms))
-    for k in range(terms - 1, 0, -1):
-        series = series * small + _series_coefficient(k)
+    # Horner's scheme, from the highest power
+    series = torch.zeros_like(small)
+    for k in range(terms, 0, -1):
+        series = series * small - (-1.0) ** k / (k * math.factorial(k))
     near = small + torch.log(series * small - EULER_GAMMA - torch.log(small))
     rest = 0.5 * (large + (2 * depth + 0.5) + torch.sqrt(large * (large + (4 * depth + 2)) - 0.25))
     for k in range(depth, 0, -1):
         rest = large + (2 * k - 1) - k * k / rest
     return torch.where(u <= switch, near, -torch.log(rest))
-
-
-def _series_coefficient(k: int) -> float:
-    return -((-1.0) ** k) / (k * math.factorial(k))
 
 
 @register
@@ -283,20 +376,18 @@ class LogUniform(Rule):
 
     @property
     def proper(self) -> bool:
-        """True with bounds."""
         return self.low is not None
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """−log|w|, normalised where that is possible."""
         if self.low is None or self.high is None:
             return -0.5 * torch.log(weight.square() + SOFTENING**2)
         size = weight.abs()
         inside = (size >= self.low) & (size <= self.high)
+        # clamped: the gradient outside would be that of log 0
         density = -torch.log(size.clamp(self.low, self.high)) - math.log(2 * math.log(self.high / self.low))
         return torch.where(inside, density, -math.inf)
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A random sign times low·(high/low)^uniform."""
         if self.low is None or self.high is None:
             raise ValueError("LogUniform without bounds is improper and cannot be sampled")
         size = self.low * torch.exp(math.log(self.high / self.low) * _uniform(shape, generator, dtype))
@@ -314,15 +405,10 @@ class Flat(Rule):
 
     @property
     def precision(self) -> float | None:
-        """0: no pull towards anything."""
         return 0.0
 
     def log_density(self, weight: Tensor) -> Tensor:
-        """Zeros, without a gradient."""
         return torch.zeros_like(weight)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
         return torch.zeros((), dtype=mean.dtype, device=mean.device)
-
-    def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        raise ValueError("Flat is improper and cannot be sampled")

@@ -2,10 +2,9 @@
 
     noise = f(key, counter),   key = two 32-bit words derived from a seed,   counter = the number of the step
 
-On the CPU the noise comes from a counter-based generator (Threefry-2x32; see `plausible.random.threefry`), so the same
-seed gives the same bits, replicas and ranks fold their index into the key, a resumed run just goes on, and nobody's
-global generator is touched. On a GPU PyTorch's own generator is the fast one, and it works in compiled and captured
-steps: `normal` and `uniform` use it there, and `isolated` seeds it and gives it back as it was.
+On the CPU the noise comes from a counter-based generator (`threefry.py`), so the same seed gives the same bits, replicas and
+ranks fold their index into the key, a resumed run just goes on, and nobody's global generator is touched. On a GPU PyTorch's
+own generator is the fast one: `normal` and `uniform` use it there, and `isolated` seeds it and gives it back as it was.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import contextlib
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from . import operators as _operators
-from .kernels import use_compiled
+from plausible.core.random.threefry import fold_words, use_compiled
 
 __all__ = ["fold", "generator", "isolated", "key", "normal", "normals", "permutation", "uniform", "use_compiled"]
 
@@ -52,7 +50,7 @@ def fold(key: Tensor, *data: int | Tensor) -> Tensor:
         if key.device.type == "cpu":
             key = _FOLD(key, datum)
         else:
-            key = torch.stack(_operators.fold_words(key[..., 0], key[..., 1], datum), dim=-1)
+            key = torch.stack(fold_words(key[..., 0], key[..., 1], datum), dim=-1)
     return key
 
 
@@ -63,11 +61,11 @@ def normal(key: Tensor, counter: Tensor | int, like: Mapping[str, Tensor]) -> di
 def normal(key: Tensor, counter: Tensor | int, like: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """N(0, 1) noise, independent, shaped like each tensor of `like`.
 
-    `key` int64 [*K, 2] and `counter` int64 [*K] broadcast; the noise is [*K, *shape], and on the CPU the i-th number
-    over all tensors, in their order, is a pure function of (key, counter, i). It is drawn in float32 and converted:
-    float64 weights get the same noise as float32 ones. Under `torch.func.vmap` map the key or the counter, or all
-    replicas share their noise. Elsewhere than on the CPU the noise is `torch.randn` of the global generator (seed it by
-    `isolated`; under vmap say randomness="different"). Not differentiable. Cost: see `plausible.random.kernels`.
+    `key` int64 [*K, 2] and `counter` int64 [*K] broadcast; the noise is [*K, *shape], and on the CPU the i-th number over all
+    tensors, in their order, is a pure function of (key, counter, i). It is drawn in float32 and converted: float64 weights get
+    the same noise as float32 ones. Under `torch.func.vmap` map the key or the counter, or all replicas share their noise.
+    Elsewhere than on the CPU it is `torch.randn` of the global generator (seed it by `isolated`; under vmap say
+    randomness="different"). Not differentiable.
     """
     return _noise(_NORMAL, torch.randn, key, counter, like)
 
@@ -81,30 +79,20 @@ def uniform(key: Tensor, counter: Tensor | int, like: Tensor | Mapping[str, Tens
 
     On the CPU each number is an odd multiple of 2⁻²⁴. For one key and counter it is independent of what `normal` draws.
     """
-    return _noise(_UNIFORM, _open_uniform, key, counter, like)
+    native = lambda shape, dtype, device: torch.rand(shape, dtype=dtype, device=device).clamp_min(torch.finfo(dtype).tiny)  # noqa: E731
+    return _noise(_UNIFORM, native, key, counter, like)
 
 
-def _noise(
-    draw: Callable[[Tensor, Tensor, int], Tensor],
-    native: Callable[..., Tensor],
-    key: Tensor,
-    counter: Tensor | int,
-    like: Tensor | Mapping[str, Tensor],
-) -> Tensor | dict[str, Tensor]:
-    if isinstance(like, Tensor):
-        return _noise_list(draw, native, key, counter, [like])[0]
-    return dict(zip(like, _noise_list(draw, native, key, counter, list(like.values()))))
+def _noise(draw: Any, native: Callable[..., Tensor], key: Tensor, counter: Tensor | int, like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        tensors = list(like.values())
+        return dict(zip(like, _noise_list(draw, native, key, counter, tensors))) if tensors else {}
+    return _noise_list(draw, native, key, counter, [like])[0]
 
 
 def _noise_list(
-    draw: Callable[[Tensor, Tensor, int], Tensor],
-    native: Callable[..., Tensor],
-    key: Tensor,
-    counter: Tensor | int,
-    like: Sequence[Tensor],
+    draw: Any, native: Callable[..., Tensor], key: Tensor, counter: Tensor | int, like: Sequence[Tensor]
 ) -> list[Tensor]:
-    if not like:
-        return []
     device = like[0].device
     for tensor in like:
         if not tensor.is_floating_point():
@@ -113,27 +101,19 @@ def _noise_list(
             raise ValueError(f"like: got tensors on {device} and {tensor.device}, expected one device")
     if not isinstance(counter, Tensor):
         counter = torch.full((), _signed(counter, "counter"), dtype=torch.int64, device=key.device)
+    # Threefry would be 140 small kernels there, and the native generator one
     if device.type != "cpu":
         batch = torch.broadcast_shapes(key.shape[:-1], counter.shape)
         return [native((*batch, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in like]
     sizes = [tensor.numel() for tensor in like]
     flat = draw(key, counter, sum(sizes))  # [*K, n]
-    batch = flat.shape[:-1]
-    parts = zip(flat.split_with_sizes(sizes, -1), like)
-    return [_converted(part.view(batch + tensor.shape), tensor.dtype, draw) for part, tensor in parts]
-
-
-def _converted(noise: Tensor, dtype: torch.dtype, draw: Callable[..., Tensor]) -> Tensor:
-    if dtype == torch.float32:
-        return noise
-    noise = noise.to(dtype)
-    if draw is _UNIFORM and dtype != torch.float64:  # half precision rounds the largest up to 1
-        noise = noise.clamp(max=1 - torch.finfo(dtype).eps / 2)
-    return noise
-
-
-def _open_uniform(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.rand(shape, dtype=dtype, device=device).clamp_min(torch.finfo(dtype).tiny)
+    numbers = []
+    for part, tensor in zip(flat.split_with_sizes(sizes, -1), like):
+        noise = part.view(flat.shape[:-1] + tensor.shape).to(tensor.dtype)
+        if draw is _UNIFORM and tensor.dtype not in (torch.float32, torch.float64):  # half precision rounds the largest up to 1
+            noise = noise.clamp(max=1 - torch.finfo(tensor.dtype).eps / 2)
+        numbers.append(noise)
+    return numbers
 
 
 @contextlib.contextmanager
@@ -183,16 +163,17 @@ def normals(seed: int, *path: int, count: int, like: Tensor) -> Tensor:
 
 
 def permutation(seed: int, epoch: int, n: int) -> Tensor:
-    """A uniformly random order of 0 … n − 1, int64 [n] on the CPU: a pure function of its arguments."""
     return torch.randperm(n, generator=generator(seed, _PERMUTATION, epoch))
 
 
 def _words(seed: int, path: Sequence[int]) -> tuple[int, int]:
     seed = _integer(seed, "seed")
+    # neighbouring seeds get unrelated keys; any integer will do
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8, person=b"plausible").digest()
+    # little-endian on every machine: the same seed, the same bits
     words = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     for step in path:
-        words = _operators.fold_words(*words, _signed(step, "path"))
+        words = fold_words(*words, _signed(step, "path"))
     return words
 
 

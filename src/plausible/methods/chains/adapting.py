@@ -8,7 +8,7 @@ from torch import Tensor
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation, Warmup, first_step
 from plausible.blocks.chains.density import Density, Evaluation, Point
-from plausible.blocks.chains.masses import Metric, check_metric
+from plausible.blocks.chains.integrators import Metric, check_metric
 from plausible.blocks.chains.trees import DIVERGENT
 from plausible.core.serialise import check_number
 from plausible.methods.chains.base import Chains, ChainState

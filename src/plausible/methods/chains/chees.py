@@ -12,8 +12,7 @@ from torch import Tensor
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation, Slope, first_step
 from plausible.blocks.chains.density import Density, Evaluation, Point
-from plausible.blocks.chains.integrators import integrate
-from plausible.blocks.chains.masses import Diagonal, Metric
+from plausible.blocks.chains.integrators import Diagonal, Metric, integrate
 from plausible.core.serialise import check_count, check_number, register
 from plausible.methods.chains.adapting import begin_adapting, check_adapting, chosen, divergent, energy, warmup_of
 from plausible.methods.chains.base import Chains, ChainState

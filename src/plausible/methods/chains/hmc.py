@@ -10,8 +10,7 @@ import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.integrators import gradients, integrate, scheme_for
-from plausible.blocks.chains.masses import Kind
+from plausible.blocks.chains.integrators import Kind, gradients, integrate, scheme_for
 from plausible.core.serialise import check_number, register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 from plausible.methods.chains.base import Chains, ChainState, check_count

@@ -9,8 +9,7 @@ import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.integrators import integrate
-from plausible.blocks.chains.masses import Kind
+from plausible.blocks.chains.integrators import Kind, integrate
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting, chosen, divergent, energy
 from plausible.methods.chains.base import Chains, ChainState

@@ -12,7 +12,7 @@ from torch import Tensor
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.masses import Metric
+from plausible.blocks.chains.integrators import Metric
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import check_adapting, chosen, warmup_of
 from plausible.methods.chains.base import Chains, ChainState

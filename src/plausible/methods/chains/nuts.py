@@ -9,7 +9,7 @@ import torch
 
 from plausible.blocks.chains.adaptation import Adaptation, Slope, windows
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.masses import Kind
+from plausible.blocks.chains.integrators import Kind
 from plausible.blocks.chains.trees import block_length, explore, width
 from plausible.core.serialise import register
 from plausible.methods.chains.adapting import adapted_after, begin_adapting, check_adapting

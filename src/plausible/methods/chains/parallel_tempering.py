@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plausible.blocks.chains.adaptation import DualAveraging, Slopes, first_step, moments_for, windows
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity
-from plausible.blocks.chains.masses import Diagonal
+from plausible.blocks.chains.integrators import Diagonal
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
 from plausible.core.model import Model
 from plausible.core.serialise import register

@@ -16,8 +16,7 @@ from plausible.blocks.curvature.structures import CURVATURES, STRUCTURES, Curvat
 from plausible.blocks.curvature.tuning import Tune
 from plausible.core.data import Data
 from plausible.core.model import Model
-from plausible.core.networks import choose
-from plausible.core.probing import last_layer
+from plausible.core.networks import choose, last_layer
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits

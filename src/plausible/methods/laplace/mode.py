@@ -17,11 +17,10 @@ from plausible.blocks.curvature.estimating import Tally, start
 from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gradient
 from plausible.blocks.curvature.structures import Curvature, added
 from plausible.blocks.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
-from plausible.core.data import Batch, Data, take
+from plausible.core.data import Batch, Data, Estimator, accumulate, take
 from plausible.core.likelihoods import LOG_SCALE
 from plausible.core.likelihoods import Gaussian as Normal
 from plausible.core.model import Model
-from plausible.core.passes import Estimator, accumulate
 from plausible.core.priors import Gaussian, Hierarchical, Prior, as_prior
 from plausible.core.priors.composed import leaves
 from plausible.core.priors.earlier import earlier_posterior

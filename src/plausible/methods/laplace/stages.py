@@ -14,10 +14,9 @@ from plausible.blocks.ascent import Climb, Descent, begin_climb, begin_descent, 
 from plausible.blocks.curvature.estimating import start
 from plausible.blocks.curvature.products import choose_chunk, log_joint_gradient
 from plausible.blocks.curvature.structures import Curvature
-from plausible.core.data import Batch, StreamData
+from plausible.core.data import Batch, Estimator, StreamData
+from plausible.core.data import run as run_passes
 from plausible.core.model import Model
-from plausible.core.passes import Estimator
-from plausible.core.passes import run as run_passes
 from plausible.core.weights import Weights, flatten, index, unflatten
 from plausible.engine.method import Plan, Run, Stage, Traits
 from plausible.engine.passes import Pass, PassState

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.blocks.moments.activations import SCALE_NODES
 from plausible.blocks.moments.expectations import NOISE_NODES, expected_log_prob
-from plausible.blocks.moments.gaussians import Weight
-from plausible.blocks.moments.networks import Layer, check, model_network, propagate
-from plausible.blocks.moments.quadrature import NODES, prime
+from plausible.blocks.moments.gaussians import NODES, SCALE_NODES, Weight, prime
+from plausible.blocks.moments.networks import Link, check, model_network, propagate
 from plausible.blocks.variational import entropy, expected_log_prior
 from plausible.core.data import num_rows
 from plausible.core.model import Model
@@ -63,12 +61,12 @@ class ByMoments(Bound):
         """Parameters of the prior that are learned along, to start from; here none."""
         return {}
 
-    def check_layers(self, model: Model, layers: tuple[Layer, ...]) -> None:
+    def check_layers(self, model: Model, layers: tuple[Link, ...]) -> None:
         """Refuse networks and likelihoods that are not meant."""
 
     # The method
 
-    def prepare(self, model: Model, run: Run[Any]) -> tuple[Layer, ...]:
+    def prepare(self, model: Model, run: Run[Any]) -> tuple[Link, ...]:
         """Look at the network: its layers, in order."""
         example = next(iter(run.data.chunks(2)))
         layers = check(model, example.x, type(self).__name__)
@@ -109,7 +107,7 @@ class ByMoments(Bound):
     def expected(
         self,
         model: Model,
-        layers: tuple[Layer, ...] | None,
+        layers: tuple[Link, ...] | None,
         means: Weights,
         variances: Weights,
         buffers: Weights,

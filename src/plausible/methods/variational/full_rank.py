@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from plausible.blocks.families.full_rank import FullRankFamily
+from plausible.blocks.families.gaussian import FullRankFamily
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.blocks.families.low_rank import LowRankFamily
-from plausible.blocks.families.optimum import maximise
+from plausible.blocks.families.gaussian import LowRankFamily
+from plausible.blocks.variational import maximise
 from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model

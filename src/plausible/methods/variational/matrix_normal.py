@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from plausible.blocks.families.matrix_normal import MatrixNormalFamily
+from plausible.blocks.families.gaussian import MatrixNormalFamily
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine

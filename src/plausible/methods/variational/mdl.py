@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from plausible.blocks.moments.activations import RULES
-from plausible.blocks.moments.networks import Layer
+from plausible.blocks.moments.gaussians import RULES
+from plausible.blocks.moments.networks import Link
 from plausible.blocks.variational import entropy
 from plausible.core import likelihoods
 from plausible.core import weights as tree
@@ -66,7 +66,7 @@ class MDL(ByMoments):
             raise ValueError(f"MDL: coding must be 'gaussian', 'mixture' or 'prior', got {self.coding!r}")
         check_count(self, "components", at_least=2)
 
-    def check_layers(self, model: Model, layers: tuple[Layer, ...]) -> None:
+    def check_layers(self, model: Model, layers: tuple[Link, ...]) -> None:
         """One hidden layer at most, and Gaussian noise: what the expected error is exact for."""
         kinds = [type(layer.module) for layer in layers if type(layer.module) is not nn.Flatten]
         hidden = [kind for i, kind in enumerate(kinds) if not (kind is nn.BatchNorm1d and i == 1)]

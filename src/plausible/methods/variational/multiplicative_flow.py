@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from plausible.blocks.families.flow import KINDS, flow_bytes
-from plausible.blocks.families.multiplicative import MultiplicativeFamily
+from plausible.blocks.families.flow import KINDS, MultiplicativeFamily, flow_bytes
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from plausible.blocks.families.optimum import maximise
 from plausible.blocks.families.rank_one import SIDES, RankOneFamily
+from plausible.blocks.variational import maximise
 from plausible.core import random
 from plausible.core.priors import Gaussian
 from plausible.core.schedules import Cosine
