@@ -34,8 +34,8 @@ DRAWS = 1000
 """How many draws of functions a model average has by default."""
 
 ODD = (nn.Tanh, nn.Softsign, nn.Hardtanh, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink)
-EVEN_HANDED = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Softplus)
-EVEN_HANDED += (nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid)
+RECTIFIERS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.ReLU6, nn.Hardswish, nn.Softplus)
+SIGMOIDS = (nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid)
 PASSING = (nn.Identity, nn.Dropout, nn.Flatten)
 
 
@@ -245,7 +245,7 @@ def log_symmetries(network: nn.Module) -> float:
     for module in layers:
         if isinstance(module, nn.Linear):
             width = module.out_features
-        elif isinstance(module, (*ODD, *EVEN_HANDED)):
+        elif isinstance(module, (*ODD, *RECTIFIERS, *SIGMOIDS)):
             if width is not None:
                 widths.append((width, isinstance(module, ODD)))
         elif not isinstance(module, PASSING):

@@ -117,7 +117,8 @@ def table(
             pruned = prune(posterior, fraction, by=criterion, where=where, per_layer=per_layer)
             measures = {} if x is None else whole or measured(pruned)
             whole = measures if fraction == 0 else None
-            rows.append(Row(criterion, float(fraction), *_sizes(pruned), **measures))
+            weights, kept, dense, sparse = _sizes(pruned)
+            rows.append(Row(criterion, float(fraction), weights, kept, dense, sparse, **measures))
     return PruningTable(tuple(rows))
 
 

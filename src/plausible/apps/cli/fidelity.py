@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import Debug, guarded, note
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Run, Seed, option
 
 if TYPE_CHECKING:
     from plausible.analysis.fidelity import Fidelity
@@ -16,19 +17,17 @@ if TYPE_CHECKING:
 
 @guarded
 def fidelity(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    run: Run,
     reference: Annotated[
         Path, typer.Argument(help="The run that it is held against, such as one of nuts.", show_default=False)
     ],
     data: Annotated[
-        Path | None, typer.Option(help="A table of rows to compare at, with targets or without.", show_default="held-out rows")
+        Path | None, option("A table of rows to compare at, with targets or without.", shown="held-out rows")
     ] = None,
-    training: Annotated[
-        Path | None, typer.Option(help="The table that both were fitted to: adds weights and regions.", show_default=False)
-    ] = None,
-    draws: Annotated[int | None, typer.Option(help="Posterior draws of either.", show_default="all there are, or 1000")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
+    training: Annotated[Path | None, option("The table that both were fitted to: adds weights and regions.")] = None,
+    draws: Annotated[int | None, option("Posterior draws of either.", shown="all there are, or 1000")] = None,
+    seed: Seed = 0,
+    json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Say how near a run is to a reference run of the same rows: predictions, functions, weights, epistemic variance.
@@ -43,13 +42,11 @@ def fidelity(
 
     from plausible.apps.cli import view
 
-    found = compared(run, reference, data, training, draws, seed)
+    result = compared(run, reference, data, training, draws, seed)
     if json:
-        typer.echo(dumps(found.to_dict(), indent=2, ensure_ascii=False))
-    elif (console := view.console()).is_terminal:
-        console.print(found)
+        typer.echo(dumps(result.to_dict(), indent=2, ensure_ascii=False))
     else:
-        typer.echo(str(found))
+        view.show(result)
 
 
 def compared(run: Path, reference: Path, data: Path | None, training: Path | None, draws: int | None, seed: int) -> Fidelity:
@@ -62,7 +59,7 @@ def compared(run: Path, reference: Path, data: Path | None, training: Path | Non
 
     if data is None and training is None:
         raise ValueError("give --data, rows to compare at, or --training, the table that both runs were fitted to")
-    (record, own), (other, truth) = load(run), load(reference)
+    (record, posterior), (other, truth) = load(run), load(reference)
     for name, one, two in (
         ("target", record.target.to_dict(), other.target.to_dict()),
         ("inputs", record.preprocessor.to_dict()["columns"], other.preprocessor.to_dict()["columns"]),
@@ -85,7 +82,7 @@ def compared(run: Path, reference: Path, data: Path | None, training: Path | Non
         y = torch.from_numpy(record.target.encode(table.take(features.kept))) if known else None
         held = torch.from_numpy(features.inputs), y
     x, y = held if held is not None and len(held[0]) else (None, None)
-    return measure(own, truth, x, y, data=fitted, draws=draws, seed=seed)
+    return measure(posterior, truth, x, y, data=fitted, draws=draws, seed=seed)
 
 
 def _rows_of_the_fit(record: Record, path: Path) -> tuple[Any, Any]:

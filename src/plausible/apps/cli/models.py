@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plausible.apps.cli.errors import Debug, guarded, note
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Markdown, numbers, option
 
 if TYPE_CHECKING:
     from plausible.analysis.evidence import Comparison
@@ -16,16 +18,10 @@ if TYPE_CHECKING:
 @guarded
 def evidence(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of two runs or more.", show_default=False)],
-    prior: Annotated[
-        str | None, typer.Option(metavar="P,Q", help="Prior probabilities, one for each run.", show_default="all alike")
-    ] = None,
-    symmetries: Annotated[
-        bool, typer.Option("--symmetries", help="Count modes that are copies of the one found.", show_default=False)
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw evidence against the held-out log-likelihood.", show_default=False)
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
+    prior: Annotated[str | None, option("Prior probabilities, one for each run.", metavar="P,Q", shown="all alike")] = None,
+    symmetries: Annotated[bool, option("Count modes that are copies of the one found.", "--symmetries")] = False,
+    plot: Annotated[Path | None, option("Draw evidence against the held-out log-likelihood.", metavar="FILE")] = None,
+    markdown: Markdown = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Compare runs of the same data by their evidence: Bayes factors, and the probability of each model given the data.
@@ -36,19 +32,16 @@ def evidence(
     """
     from plausible.apps.cli import view
 
-    console = view.console()
-    found, held_out = opened(runs, _numbers(prior, len(runs)), symmetries)
-    if markdown:
-        typer.echo(found.to_markdown())
-    elif console.is_terminal:
-        console.print(found)
-    else:
-        typer.echo(str(found))
+    probabilities = None if prior is None else numbers(prior)
+    if probabilities is not None and len(probabilities) != len(runs):
+        raise ValueError(f"--prior takes {len(runs)} numbers with commas between, one for each run, got {prior!r}")
+    comparison, held_out = opened(runs, probabilities, symmetries)
+    view.show(comparison, markdown)
     if plot is not None:
-        note(f"figure: {_drawn(found, held_out, plot)}")
+        note(f"figure: {_drawn(comparison, held_out, plot)}")
 
 
-def opened(runs: list[Path], prior: list[float] | None, symmetries: bool) -> tuple[Comparison, dict[str, float | None]]:
+def opened(runs: list[Path], prior: Sequence[float] | None, symmetries: bool) -> tuple[Comparison, dict[str, float | None]]:
     """The runs compared, and the held-out log-likelihood of each where it has one."""
     from plausible.analysis.evidence import compare
     from plausible.apps.cli.runs import load
@@ -65,26 +58,12 @@ def opened(runs: list[Path], prior: list[float] | None, symmetries: bool) -> tup
                 f"evidence compares models of the same data: {names[0]} and {name} have other targets or training rows; fit them "
                 "to the same table with the same --seed, --test-fraction and --missing"
             )
-    held_out: dict[str, float | None] = {}
-    for name, run in zip(names, runs):
-        path = run / "metrics.json"
-        held_out[name] = read_json(path)["log_likelihood"] if path.is_file() else None
-    return compare({name: own for name, (_, own) in loaded.items()}, prior, symmetries=symmetries), held_out
+    paths = {name: run / "metrics.json" for name, run in zip(names, runs)}
+    held_out = {name: read_json(path)["log_likelihood"] if path.is_file() else None for name, path in paths.items()}
+    return compare({name: posterior for name, (_, posterior) in loaded.items()}, prior, symmetries=symmetries), held_out
 
 
-def _numbers(text: str | None, count: int) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if len(found) != count:
-        raise ValueError(f"--prior takes {count} numbers with commas between, one for each run, got {text!r}")
-    return found
-
-
-def _drawn(found: Comparison, held_out: dict[str, float | None], path: Path) -> Path:
+def _drawn(comparison: Comparison, held_out: dict[str, float | None], path: Path) -> Path:
     from plausible.apps.plots import evidence as draw
     from plausible.apps.plots.base import new_figure, save_figure
 
@@ -92,6 +71,5 @@ def _drawn(found: Comparison, held_out: dict[str, float | None], path: Path) -> 
     if missing:
         raise ValueError(f"--plot needs held-out rows, and {', '.join(missing)} has none; fit with --test-fraction above 0")
     figure, ax = new_figure()
-    values: Any = held_out
-    draw(found, values, ax=ax)
+    draw(comparison, held_out, ax=ax)
     return save_figure(figure, path.with_suffix(""), (path.suffix.lstrip(".") or "png",))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -18,7 +19,12 @@ def parse(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ValueError(f"--set takes key=value, got {text!r}; for example --set members=10")
     if value.lstrip().startswith("{"):
-        return key, stored(key, value)
+        from plausible.core import serialise
+
+        try:
+            return key, serialise.decode(json.loads(value))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--set {key}: {value!r} is not JSON ({error})") from error
     if key.split(".")[-1] == "optimiser":
         from plausible.core.optimisers import as_optimiser
 
@@ -27,41 +33,28 @@ def parse(text: str) -> tuple[str, Any]:
     return key, parts[0] if len(parts) == 1 else tuple(parts)
 
 
-def stored(key: str, text: str) -> Any:
-    """An object of the library from its JSON."""
-    from plausible.core import serialise
-
-    try:
-        return serialise.decode(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--set {key}: {text!r} is not JSON ({error})") from error
-
-
 def literal(text: str) -> Any:
-    """A word as the plainest value it can be."""
     words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     for number in (int, float):
-        try:
+        with suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text
 
 
 def build(name: str, options: Mapping[str, Any], extras: Iterable[str] = ()) -> Any:
-    """The method called `name` with its settings.
+    """The method called `name` with the options that are not None and the `key=value` extras.
 
     A combinator (a method with a setting `method`) keeps the settings that are its own and hands the others to the
     method inside: `epochs` of an ensemble are those of its members. `method=sgld` chooses the method inside.
     """
+    from plausible.apps.assembling import assemble
+
     settings = {key: value for key, value in options.items() if value is not None}
     for extra in extras:
         key, value = parse(extra)
         if key in settings:
             raise ValueError(f"{key} is given twice: by --set and by --{key.replace('_', '-')}")
         settings[key] = value
-    from plausible.apps.assembling import assemble
-
     return assemble(name, settings)

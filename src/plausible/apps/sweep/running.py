@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plausible.analysis import metrics
+from plausible.analysis.tables import plain_text, rich_table
 from plausible.apps.sweep.grid import Grid, Recipe, Settings, applied
 from plausible.apps.sweep.stacked import Alone, Stacked, stacks
 from plausible.core import serialise
@@ -103,17 +104,16 @@ class Sweep:
         """The temperature of a row, for `Model.tempered`."""
         return float(self.recipe(row).temperature)
 
+    def text(self, top: int = 10, rest: str = "") -> str:
+        """A table of the best settings; `rest` says where the others are."""
+        lines = [[_short(cell) for cell in (*row["settings"].values(), *row["scores"].values())] for row in self.sorted()]
+        heads = [*self.rows[0]["settings"], *self.rows[0]["scores"]]
+        table = plain_text(rich_table(heads, lines[:top]), max(80, 14 * len(heads)))
+        more = f"\n… and {len(lines) - top} more{rest and ' in '}{rest}" if len(lines) > top else ""
+        return f"{len(lines)} settings, best first by {self.measure}\n{table}{more}"
+
     def __str__(self) -> str:
-        names = list(self.rows[0]["settings"])
-        scores = list(self.rows[0]["scores"])
-        lines = [names + scores]
-        ranked = self.sorted()
-        for row in ranked[:10]:
-            lines.append([_short(row["settings"][n]) for n in names] + [_short(row["scores"][s]) for s in scores])
-        wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        body = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, wide)) for line in lines)
-        rest = f"\n… and {len(ranked) - 10} more" if len(ranked) > 10 else ""
-        return f"{len(self.rows)} settings, best first by {self.measure}\n{body}{rest}"
+        return self.text()
 
 
 def sweep(
