@@ -10,7 +10,7 @@ import numpy as np
 
 from plausible.analysis import metrics
 from plausible.apps import plots
-from plausible.apps.pages import Shown, chart, png, render
+from plausible.apps.pages import Shown, png, render, shown
 from plausible.apps.plots.regression import draw_band, draw_uncertainties
 from plausible.apps.plots.selection import draw_entropies
 from plausible.apps.report.words import percent
@@ -68,14 +68,14 @@ def _bands(problem: Regression, outcomes: Sequence[Outcome]) -> list[Shown]:
         above.legend()
         below.legend()
 
-    shown = []
+    figures = []
     for outcome in outcomes:
         label, values = outcome.entry.label, outcome.values
         caption = f"epistemic std {values['epistemic_data']:.2f} at the data, {values['epistemic_gap']:.2f} in the gap"
         alt = f"Predictions of {label} with 50 % and 90 % bands over 60 data points; {caption}."
-        picture = chart(partial(draw, arrays=outcome.arrays), alt, f"band {label}", size=(5.0, 4.6), rows=2)
-        shown.append(Shown(picture, label, caption))
-    return shown
+        drawn = partial(draw, arrays=outcome.arrays)
+        figures.append(shown(drawn, label, f"band {label}", alt, caption, size=(5.0, 4.6), panels=2))
+    return figures
 
 
 def _faces(problem: Digits, outcome: Outcome, count: int = 5) -> tuple[str, list[tuple[str, list[dict[str, Any]]]]]:
@@ -106,8 +106,8 @@ def _entropies(outcomes: Sequence[Outcome]) -> Shown:
         right, missed = (f"{np.median(values[part]):.2f}" if part.any() else "none" for part in (~wrong, wrong))
         medians.append(f"{name} {right} and {missed}")
     caption = f"Median entropy of right and of wrong answers: {'; '.join(medians)}."
-    picture = chart(lambda ax: draw_entropies(ax, rows), caption, "entropies", size=(6.5, 1.2 + 0.45 * len(rows)))
-    return Shown(picture, "", caption)
+    size = (6.5, 1.2 + 0.45 * len(rows))
+    return shown(lambda ax: draw_entropies(ax, rows), "", "entropies", caption, caption, size=size)
 
 
 def _reliability(problem: Digits, outcome: Outcome) -> Shown:
@@ -116,5 +116,5 @@ def _reliability(problem: Digits, outcome: Outcome) -> Shown:
     points = [point for point in zip(*metrics.reliability(probs, y, 10)) if point[2]]
     words = ", ".join(f"said {float(said):.0%}, right {float(share):.0%} ({int(count)})" for said, share, count in points)
     alt = f"Reliability of {label}: {words}."
-    picture = chart(lambda ax: plots.reliability(probs, y, ax=ax), alt, f"reliability {label}", size=(3.6, 3.6))
-    return Shown(picture, label, f"calibration error {outcome.values['ece']:.3f}")
+    caption = f"calibration error {outcome.values['ece']:.3f}"
+    return shown(lambda ax: plots.reliability(probs, y, ax=ax), label, f"reliability {label}", alt, caption, size=(3.6, 3.6))

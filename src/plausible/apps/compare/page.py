@@ -10,7 +10,7 @@ from typing import Any
 import plausible
 from plausible.apps.compare.study import Study
 from plausible.apps.compare.tables import HEADLINE, SHOWN, Summary
-from plausible.apps.pages import Shown, chart, render
+from plausible.apps.pages import Shown, render, shown
 
 NAMES = {
     "log_likelihood": "log-likelihood",
@@ -66,15 +66,15 @@ def _figure(points: list[tuple[str, float, float, bool]], dataset: str) -> Shown
     from plausible.apps.plots.comparing import draw_scores
 
     spoken = "; ".join(f"{name} {value:.2f}" for name, value, *_ in points)
-    picture = chart(
+    hollow = ", hollow dots are published results" if any(old for *_, old in points) else ""
+    return shown(
         lambda ax: draw_scores(ax, points, "test log-likelihood"),
-        f"Log-likelihood on {dataset}: {spoken}",
+        "",
         f"scores {dataset}",
+        f"Log-likelihood on {dataset}: {spoken}",
+        f"Test log-likelihood, higher is better; bars are two standard errors{hollow}.",
         size=(7.5, 0.9 + 0.3 * len(points)),
     )
-    hollow = ", hollow dots are published results" if any(old for *_, old in points) else ""
-    caption = f"Test log-likelihood, higher is better; bars are two standard errors{hollow}."
-    return Shown(picture, "", caption)
 
 
 def _settings(plain: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from plausible.apps.report.findings import Findings
@@ -16,15 +14,13 @@ KL_SHARE = 0.9
 
 def diagnosis(findings: Findings) -> list[Verdict]:
     """Everything worth saying about the fit, the worst first."""
-    found = [*chains(findings), *collapse(findings), *kl(findings), *unfinished(findings), *interrupted(findings)]
+    apart = findings.diagnostics.get("rhat_weights")
+    chains = judged(findings.diagnostics, None if apart is None else {"rhat": apart})
+    said = [*chains, *collapse(findings), *kl(findings), *unfinished(findings)]
+    if "interrupted" in findings.facts:
+        said.append(Verdict("bad", "The fit was stopped before its planned end.", "", "Resume it."))
     order = {"bad": 0, "unclear": 1, "plain": 2, "good": 3}
-    return sorted(found, key=lambda verdict: order[verdict.tone])
-
-
-def chains(findings: Findings) -> list[Verdict]:
-    """R̂ and effective sample sizes of function values, and what the transitions of the chains say."""
-    known = findings.diagnostics
-    return judged(known, {"rhat": known["rhat_weights"]} if known.get("rhat_weights") is not None else None)
+    return sorted(said, key=lambda verdict: order[verdict.tone])
 
 
 def epistemic_share(findings: Findings) -> float | None:
@@ -109,14 +105,3 @@ def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[
             "Train longer (--epochs) or with a larger learning rate, and see whether held-out scores improve.",
         )
     ]
-
-
-def interrupted(findings: Findings) -> list[Verdict]:
-    """A run that was cut off."""
-    cut = "interrupted" in findings.facts
-    return [Verdict("bad", "The fit was stopped before its planned end.", "", "Resume it.")] if cut else []
-
-
-def counted(found: Sequence[Verdict]) -> int:
-    """How many verdicts are warnings."""
-    return sum(verdict.tone == "bad" for verdict in found)

@@ -39,14 +39,12 @@ def findings_of_data(
         pad = 0.15 * (high - low) or 1.0
         grid = torch.linspace(low - pad, high + pad, GRID, dtype=table.dtype, device=table.device)
         axis = Axis(grid.double().cpu().numpy(), grid[:, None], table[:, 0].double().cpu().numpy())
-    nested = classes if classes is None or not classes or not isinstance(classes[0], str) else [classes]
-    rows = None if table is None else table.double().cpu().numpy()
-    columns = [] if rows is None else [f"x{index}" for index in range(rows.shape[1])]
-    if rows is not None and rows.shape[1] == 1:
-        columns = ["x"]
+    nested = [classes] if classes and isinstance(classes[0], str) else classes
+    rows = np.zeros((0, 0)) if table is None else table.double().cpu().numpy()
+    columns = ["x"] if rows.shape[1] == 1 else [f"x{index}" for index in range(rows.shape[1])]
 
     def cells(index: int) -> dict[str, str]:
-        return {} if rows is None else {name: f"{value:.4g}" for name, value in zip(columns[:8], rows[index])}
+        return {} if table is None else {name: f"{value:.4g}" for name, value in zip(columns[:8], rows[index])}
 
     shape = "×".join(map(str, inputs.shape[1:])) if isinstance(inputs, Tensor) else "nested"
     return collect(
@@ -92,10 +90,5 @@ def as_pictures(images: Any, count: int) -> np.ndarray:
 def pictures(findings: Findings, images: Any, count: int) -> dict[int, np.ndarray]:
     """The pictures of those of `count` inputs that are shown as examples: row → [H, W] or [H, W, 3]."""
     scaled = as_pictures(images, count)
-    found: dict[int, np.ndarray] = {}
-    for output in findings.outputs:
-        order = output.ordered
-        for index in (*order[:EXAMPLES], *order[::-1][:EXAMPLES]):
-            row = int(output.arrays["rows"][index])
-            found[row] = scaled[row]
-    return found
+    rows = {int(output.arrays["rows"][index]) for output in findings.outputs for index in output.ends(EXAMPLES)}
+    return {row: scaled[row] for row in rows}

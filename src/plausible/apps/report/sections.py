@@ -9,7 +9,7 @@ import numpy as np
 
 from plausible.apps.pages import Shown, png, render
 from plausible.apps.report import figures
-from plausible.apps.report.diagnosis import counted, diagnosis
+from plausible.apps.report.diagnosis import diagnosis
 from plausible.apps.report.findings import QUANTILES, Findings, Output
 from plausible.apps.report.verdicts import Verdict, verdicts
 from plausible.apps.report.words import better, cell, label, number, percent, plural, score
@@ -48,7 +48,7 @@ def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> 
         judged=judged,
         unjudged=[] if any(about for _, about in judged) else [unjudged(findings)],
         serious=[verdict for verdict in about_fit if verdict.tone in ("bad", "plain")],
-        warnings=sum(counted(about) for _, about in judged) + counted(about_fit),
+        warnings=sum(verdict.tone == "bad" for about in (*(about for _, about in judged), about_fit) for verdict in about),
         scores=scores(findings),
         calibration=calibration(findings),
         examples=examples(findings, images or {}),
@@ -130,12 +130,11 @@ def examples(findings: Findings, images: Mapping[int, np.ndarray]) -> list[tuple
     for output in findings.outputs:
         if not output.arrays:
             continue
-        order = output.ordered
-        count = min(EXAMPLES, output.count)
-        ends = [("Least certain", order[::-1][:count]), ("Most certain", order[:count])]
+        order = output.ordered.tolist()
+        ends = {"Least certain": order[::-1][:EXAMPLES], "Most certain": order[:EXAMPLES]}
         shown = []
-        for title, chosen in ends if output.count > 1 else [("The only held-out example", order)]:
-            answers = [answer(output, index) for index in chosen.tolist()]
+        for title, chosen in (ends if output.count > 1 else {"The only held-out example": order}).items():
+            answers = [answer(output, index) for index in chosen]
             pictured = [each for each in answers if each["row"] in images]
             for each in pictured:
                 each["picture"] = png(images[each["row"]])
@@ -195,11 +194,11 @@ def diagnostics(findings: Findings) -> list[tuple[str, str]]:
 def chains(traces: Mapping[str, np.ndarray]) -> list[Shown]:
     if "values" not in traces:
         return []
-    shown: list[Shown | None] = [*figures.chain_traces(traces)]
-    if traces["values"].shape[0] > 1:
-        shown.append(figures.chain_ranks(traces))
-    if "rhat" in traces:
-        shown.append(figures.convergence(traces))
-    if "energy" in traces:
-        shown.append(figures.energies(traces))
+    several = traces["values"].shape[0] > 1
+    shown = [
+        *figures.chain_traces(traces),
+        figures.chain_ranks(traces) if several else None,
+        figures.convergence(traces) if "rhat" in traces else None,
+        figures.energies(traces) if "energy" in traces else None,
+    ]
     return [figure for figure in shown if figure is not None]

@@ -45,19 +45,20 @@ _NARROW = (
     "Often the fit is not finished: train longer. Or the prior holds the weights back, the noise is taken to be the same "
     "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
 )
+_AVERAGE = (
+    "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a stronger prior, "
+    "fewer epochs; or scale the logits by a temperature fitted on other held-out data."
+)
+_LEARN = "Train longer or with another learning rate, and ask whether the inputs say anything about the target."
 
 
 def verdicts(output: Output) -> list[Verdict]:
     """All verdicts on one target, the calibration first."""
     if not output.arrays:
         return []
-    found = of_numbers(output) if output.numeric else of_classes(output)
-    return [*found, usefulness(output)]
-
-
-def of_numbers(output: Output) -> list[Verdict]:
-    """Coverage of intervals, bias, shape, and the error beside that of a constant."""
-    return [coverage(output), shape(output), skill(output)]
+    if output.numeric:
+        return [coverage(output), shape(output), skill(output), usefulness(output)]
+    return [*of_classes(output), usefulness(output)]
 
 
 def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
@@ -128,8 +129,8 @@ def _few(count: int) -> str:
 
 def _deviation(values: np.ndarray) -> str:
     """√mean (u − ½)² in words; 1/√12 for uniform u."""
-    found = math.sqrt(float(((values - 0.5) ** 2).mean()))
-    return f"The probability integral transform deviates from ½ by {number(found)} (root mean square) instead of 0.289"
+    spread = math.sqrt(float(((values - 0.5) ** 2).mean()))
+    return f"The probability integral transform deviates from ½ by {number(spread)} (root mean square) instead of 0.289"
 
 
 def shape(output: Output) -> Verdict:
@@ -152,11 +153,9 @@ def shape(output: Output) -> Verdict:
         )
     torn = number_inside.supported and number_inside.direction == around.direction  # the middle and the ends disagree
     if around.supported and not torn:
-        if around.direction < 0:
-            headline, advice = "The predicted distributions are too wide: underconfident.", _NARROW
-        else:
-            headline, advice = "The predicted distributions are too narrow: overconfident.", _WIDEN
-        return Verdict("bad", headline, f"Their centre is right. {_deviation(values)}.", advice)
+        wide = around.direction < 0
+        said = f"The predicted distributions are too {'wide: under' if wide else 'narrow: over'}confident."
+        return Verdict("bad", said, f"Their centre is right. {_deviation(values)}.", _NARROW if wide else _WIDEN)
     if around.supported or uniform(values).among(TESTS).supported:
         return Verdict(
             "bad",
@@ -191,29 +190,23 @@ def skill(output: Output) -> Verdict:
             f"that of a constant {number(float(y.std()))}.",
         )
     compared = f"RMSE {number(rmse)}, that of the mean alone {number(float(y.std()))}"
-    return Verdict(
-        *_doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are"),
-        "",
-        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
-    )
+    return _doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are")
 
 
-def _doubt(ahead: bool, count: int, rival: str, subject: str) -> tuple[str, str]:
-    """Tone and headline where being better than a rival is not supported: ahead by chance, or not ahead at all."""
+def _doubt(ahead: bool, count: int, rival: str, subject: str) -> Verdict:
+    """Where being better than a rival is not supported: ahead by chance, or not ahead at all."""
     if ahead or count < FEW:
-        return (
-            "unclear",
-            f"{subject} not shown to be better than {rival}; {plural(count)} {'leaves' if count == 1 else 'leave'} it open.",
-        )
-    return "bad", f"{subject} no better than {rival}."
+        left = f"{plural(count)} {'leaves' if count == 1 else 'leave'} it open"
+        return Verdict("unclear", f"{subject} not shown to be better than {rival}; {left}.", "", _LEARN)
+    return Verdict("bad", f"{subject} no better than {rival}.", "", _LEARN)
 
 
 def of_classes(output: Output) -> list[Verdict]:
     """Stated confidence against hits, the calibration error against that of chance, accuracy against the largest class."""
-    probs, y, count = output.arrays["probs"].astype(np.float64), output.arrays["y"], output.count
+    probs = output.arrays["probs"].astype(np.float64)
     probs = probs / probs.sum(-1, keepdims=True)
-    confidence, right = probs.max(-1), probs.argmax(-1) == y
-    return [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right, count)]
+    confidence, right = probs.max(-1), probs.argmax(-1) == output.arrays["y"]
+    return [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right)]
 
 
 def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
@@ -223,21 +216,12 @@ def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
     test = hits(confidence, int(right.sum()))
     margin = f"If every stated probability were right, {percent(said, 1)} ± {number(100 * error, 2)} points would be right"
     sentence = f"The answers claim to be right {percent(said)} of the time and are right {percent(share)}"
-    if test.supported and test.direction < 0:
-        return Verdict(
-            "bad",
-            f"{sentence}: overconfident.",
-            f"{margin} (standard error, {plural(count)}).",
-            "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a "
-            "stronger prior, fewer epochs; or scale the logits by a temperature fitted on other held-out data.",
-        )
     if test.supported:
-        return Verdict(
-            "bad",
-            f"{sentence}: underconfident.",
-            f"{margin} (standard error, {plural(count)}).",
-            "The answers are better than they claim. Train longer, or weaken the prior.",
-        )
+        reason = f"{margin} (standard error, {plural(count)})."
+        if test.direction < 0:
+            return Verdict("bad", f"{sentence}: overconfident.", reason, _AVERAGE)
+        better = "The answers are better than they claim. Train longer, or weaken the prior."
+        return Verdict("bad", f"{sentence}: underconfident.", reason, better)
     if count < FEW:
         return Verdict("unclear", f"{sentence}; {_few(count)} to tell more.", f"{margin}.")
     if _blind(confidence, share - said, error):
@@ -247,39 +231,30 @@ def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
 
 def calibrated(output: Output, probs: np.ndarray, confidence: np.ndarray) -> Verdict:
     """The calibration error against what right probabilities would show by chance (consistency resampling)."""
-    found, limit = metrics.ece(probs, output.arrays["y"]), chance_ece(confidence)
+    error, limit = metrics.ece(probs, output.arrays["y"]), chance_ece(confidence)
     detail = f"Right probabilities would show up to {number(limit, 2)} in 99 of 100 such samples of {plural(output.count)}."
-    if found > limit:
-        return Verdict(
-            "bad",
-            f"The calibration error is {number(found, 2)}, more than chance gives.",
-            detail,
-            "Look at the reliability diagram: below the line probabilities claim too much, above it too little.",
-        )
-    tone = "good" if output.count >= FEW else "unclear"
-    return Verdict(tone, f"The calibration error is {number(found, 2)}, which chance explains.", detail)
+    said = f"The calibration error is {number(error, 2)}"
+    if error > limit:
+        look = "Look at the reliability diagram: below the line probabilities claim too much, above it too little."
+        return Verdict("bad", f"{said}, more than chance gives.", detail, look)
+    return Verdict("good" if output.count >= FEW else "unclear", f"{said}, which chance explains.", detail)
 
 
-def accurate(output: Output, right: np.ndarray, count: int) -> Verdict:
+def accurate(output: Output, right: np.ndarray) -> Verdict:
     """Hits against always answering the most frequent class, paired."""
     codes, counts = np.unique(output.arrays["y"], return_counts=True)
-    common = codes[counts.argmax()]
-    constant = output.arrays["y"] == common
+    constant = output.arrays["y"] == codes[counts.argmax()]
     share, base = float(right.mean()), float(constant.mean())
-    error = math.sqrt(share * (1 - share) / count)
+    error = math.sqrt(share * (1 - share) / output.count)
     test = improvement(1.0 - right, 1.0 - constant)
-    if count == 1:
+    if output.count == 1:
         return Verdict("plain", f"The answer to the only held-out row is {'right' if right.all() else 'wrong'}.")
     sentence = f"{percent(share)} of the answers are right (± {number(100 * error, 2)} points)"
     if test.supported and test.direction > 0:
         return Verdict("good", f"{sentence}; always saying the most frequent class gives {percent(base)}.")
     if len(codes) == 1:
         return Verdict("plain", f"{sentence}; all held-out rows are of one class.")
-    return Verdict(
-        *_doubt(share > base, count, f"always saying the most frequent class ({percent(base)})", f"{sentence},"),
-        "",
-        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
-    )
+    return _doubt(share > base, output.count, f"always saying the most frequent class ({percent(base)})", f"{sentence},")
 
 
 def usefulness(output: Output) -> Verdict:
@@ -292,33 +267,25 @@ def usefulness(output: Output) -> Verdict:
     else:
         parts = [f"{percent(float(part.mean()), 1)} wrong" for part in (losses[half], losses)]
     compared = f"The more certain half: {parts[0]}; all rows: {parts[1]}."
-    found = association(uncertainty, losses)
+    related = association(uncertainty, losses)
     if not output.numeric and not losses.any():
         return Verdict("plain", "There is no wrong answer that the uncertainty could have warned of.")
     if output.count < 3:
         return Verdict("unclear", f"{_few(output.count)} to tell whether uncertain predictions err more.")
     if float(uncertainty.std()) <= 1e-6 * float(uncertainty.mean()):
-        return Verdict(
-            "plain", "Every prediction is equally uncertain, so uncertainty cannot say which ones to trust.", *_alike(output)
-        )
-    if found is None:
+        alike = "Every prediction is equally uncertain, so uncertainty cannot say which ones to trust."
+        return Verdict("plain", alike, *_alike(output))
+    if related is None:
         return Verdict("plain", "Every prediction errs alike, so there is nothing that uncertainty could tell apart.")
-    rho, test = found
+    rho, test = related
+    strength = f"(rank correlation {number(rho, 2)})"
     if test.supported and test.direction > 0:
-        return Verdict("good", f"Uncertainty finds the errors (rank correlation {number(rho, 2)}).", compared)
+        return Verdict("good", f"Uncertainty finds the errors {strength}.", compared)
     if test.supported:
-        return Verdict(
-            "bad",
-            f"Uncertainty points the wrong way (rank correlation {number(rho, 2)}).",
-            compared,
-            "Rows that are called certain err more: do not select by uncertainty.",
-        )
-    return Verdict(
-        "unclear",
-        "It is not shown that uncertain predictions err more.",
-        compared,
-        "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows.",
-    )
+        wary = "Rows that are called certain err more: do not select by uncertainty."
+        return Verdict("bad", f"Uncertainty points the wrong way {strength}.", compared, wary)
+    more = "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows."
+    return Verdict("unclear", "It is not shown that uncertain predictions err more.", compared, more)
 
 
 def _alike(output: Output) -> tuple[str, str]:
