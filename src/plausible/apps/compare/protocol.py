@@ -85,7 +85,6 @@ def _chosen(
     candidate: Candidate, split: Split, hidden: tuple[int, ...], seed: int
 ) -> tuple[Candidate, list[tuple[dict[str, Any], float]]]:
     """The variant with the best log-likelihood on held-out training rows, and all that were tried, best first."""
-    variants = candidate.variants()
     if not candidate.grid:
         return candidate, []
     x, y = split.train
@@ -93,7 +92,7 @@ def _chosen(
     held = max(1, round(candidate.validation * len(x)))
     inner, outer = order[held:], order[:held]
     tried = []
-    for changes in variants:
+    for changes in candidate.variants():
         try:
             posterior = train(candidate.with_(changes), (x[inner], y[inner]), hidden, seed)
         except DivergenceError as error:
