@@ -144,8 +144,8 @@ def summarise(study: Study, results: Mapping[Cell, Mapping[str, Any]]) -> Summar
             differences = {}
             for name in HEADLINE if theirs and label != study.against else ():
                 if name in names:
-                    pair = [[float(side[s]["metrics"][name]) for s in theirs] for side in (ours, theirs)]
-                    differences[name] = difference(*pair, ratio, name in HIGHER_IS_BETTER)
+                    a, b = ([float(side[s]["metrics"][name]) for s in theirs] for side in (ours, theirs))
+                    differences[name] = difference(a, b, ratio, name in HIGHER_IS_BETTER)
             means = {name: mean([float(r["metrics"][name]) for r in ours.values()]) for name in names}
             seconds = statistics.fmean(sum(r["seconds"].values()) for r in ours.values()) if ours else math.nan
             peak = max((r["peak_bytes"] for r in ours.values() if r.get("peak_bytes") is not None), default=None)

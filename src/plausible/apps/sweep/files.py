@@ -149,9 +149,8 @@ def _named(value: Mapping[str, Any], what: str, *homes: Any) -> Any:
     """`{name = "SGD", momentum = 0.0}` → SGD(momentum=0.0)."""
     arguments = dict(value)
     name = arguments.pop("name", None)
-    makers: dict[str, Any] = {
-        n: made for home in homes for n, made in vars(home).items() if n[:1].isupper() and dataclasses.is_dataclass(made)
-    }
+    public = {n: made for home in homes for n, made in vars(home).items() if n[:1].isupper()}
+    makers: dict[str, Any] = {n: made for n, made in public.items() if dataclasses.is_dataclass(made)}
     if name not in makers:
         known = sorted(makers)
         raise ValueError(f'{what}: name must be one of {listed(known, 30)}, got {name!r}; write {{ name = "{known[0]}" }}')
