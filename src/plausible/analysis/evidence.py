@@ -139,9 +139,6 @@ class Comparison:
         count = num_rows(next(iter(inputs.values())))
         return Predictive(first.likelihood, source, num_inputs=count, num_draws=total, output_shape=first.model.output_shape)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Shown
-
     def to_records(self) -> list[dict[str, Any]]:
         return [asdict(row) for row in self.rows]
 
@@ -256,10 +253,6 @@ def log_symmetries(network: nn.Module) -> float:
             "activations; use symmetries=False"
         )
     return sum(math.lgamma(size + 1) + (size * math.log(2.0) if odd else 0.0) for size, odd in widths)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was given, checked
 
 
 def _named(posteriors: Any) -> dict[str, Posterior]:

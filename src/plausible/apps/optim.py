@@ -102,9 +102,6 @@ class IVON(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
-
     @contextlib.contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
         """Within the block the parameters hold a draw from q; after it they hold the means again, bit for bit.
@@ -200,9 +197,6 @@ class IVON(torch.optim.Optimizer):
             state["draws"] = 0
             state.pop("estimate", None)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Steps
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, samples: int = 1) -> Any:  # type: ignore[override]
         """Move the means and the curvature by the gradients collected since the last step; `.grad` stays for `zero_grad`.
@@ -259,9 +253,6 @@ class IVON(torch.optim.Optimizer):
         )
         parameter.copy_(mean)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # State
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-equal continuation needs: momentum, curvature, steps, draws since the last step, and the noise."""
         found = super().state_dict()
@@ -293,9 +284,6 @@ class IVON(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled, the noise with it."""
         return {**super().__getstate__(), "_seed": self._seed, "_counts": dict(self._counts), "_inside": False}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # q
 
     def scale(self, parameter: Tensor) -> Tensor:
         """σ of one parameter, in its shape, in float32 at least."""

@@ -82,9 +82,6 @@ class _BayesianNetwork(BaseEstimator):
         self.compile = compile
         self.progress = progress
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Fitting
-
     def _infer(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, likelihood: Likelihood, outputs: int) -> None:
         """`plausible.fit` on standardised inputs [N, D] and targets as the network sees them: [N, T], or classes [N]."""
         self.scaler_ = _scaler(X, weight) if _flag(self.standardise) else None
@@ -136,9 +133,6 @@ class _BayesianNetwork(BaseEstimator):
                 "training, to compute with; rescale that column"
             )
         return inputs
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Predicting
 
     def predictive(self, X: Any) -> Predictive:
         """p(y | x, D) at each row of X: everything that `plausible.Predictive` answers; classes by number in `classes_`."""
@@ -290,10 +284,6 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
 
     def _decode(self, values: Tensor) -> np.ndarray:
         return self.classes_[values.cpu().numpy()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings and targets, checked
 
 
 def _flag(standardise: Any) -> bool:

@@ -21,6 +21,8 @@ from plausible.analysis.metrics.inputs import NUMBERS, sampled
 from plausible.core.distributions import Affine, Mixture, NegativeBinomial, Poisson, StudentT
 from plausible.posteriors.predictive import Predictive
 
+Side = Callable[[distributions.Distribution, Tensor], Tensor]
+
 
 def expected_excess(predictive: Any, threshold: Any) -> Tensor:
     """E(y − t)₊ = 1/S Σ_s E[(y − t)₊ | f_s], shaped like the targets: how far y is above t, counting 0 where it is not.
@@ -45,18 +47,14 @@ def _average(predictive: Any, threshold: Any, above: bool) -> Tensor:
     need(predictive, NUMBERS, "but this is about numbers", "decide with a utility matrix")
     level = aligned(threshold, target_shape(predictive), "threshold")
     side = excess if above else shortfall
-    return gathered(
-        predictive, lambda rows, given: side(given, rows_of(level, rows, given.mean)).mean(0), what="an expected distance"
-    )
+    expected = lambda rows, given: side(given, rows_of(level, rows, given.mean)).mean(0)  # noqa: E731
+    return gathered(predictive, expected, what="an expected distance")
 
 
 def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     """E(Y − t)₊ elementwise."""
-    if isinstance(given, Affine):
-        side = (threshold - given.loc) / given.scale
-        return given.scale.abs() * torch.where(given.scale > 0, excess(given.base, side), shortfall(given.base, side))
-    if isinstance(given, Mixture):
-        return _mixed(given, excess, threshold)
+    if isinstance(given, Affine | Mixture):
+        return _through(given, threshold, excess, shortfall)
     if isinstance(given, distributions.Normal):
         z = (given.loc - threshold) / given.scale
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
@@ -76,11 +74,8 @@ def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
 
 def shortfall(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     """E(t − Y)₊ elementwise; by reflection where that is possible, so that small values keep their digits."""
-    if isinstance(given, Affine):
-        side = (threshold - given.loc) / given.scale
-        return given.scale.abs() * torch.where(given.scale > 0, shortfall(given.base, side), excess(given.base, side))
-    if isinstance(given, Mixture):
-        return _mixed(given, shortfall, threshold)
+    if isinstance(given, Affine | Mixture):
+        return _through(given, threshold, shortfall, excess)
     if isinstance(given, distributions.Normal):
         return excess(distributions.Normal(-given.loc, given.scale, validate_args=False), -threshold)
     if isinstance(given, StudentT):
@@ -88,10 +83,13 @@ def shortfall(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     return (excess(given, threshold) - given.mean + threshold).clamp(min=0)
 
 
-def _mixed(given: Mixture, side: Callable[[distributions.Distribution, Tensor], Tensor], threshold: Tensor) -> Tensor:
-    """Σ_q w_q E(Y_q − t)₊; infinite where Y has no mean."""
-    value = given.average(side(given.base, threshold))
-    return value if given.order > 1 else torch.full_like(value, math.inf)
+def _through(given: Affine | Mixture, threshold: Tensor, side: Side, other: Side) -> Tensor:
+    """By the law inside: Σ_q w_q E(Y_q − t)₊, infinite where Y has no mean; a negative scale exchanges the sides."""
+    if isinstance(given, Mixture):
+        value = given.average(side(given.base, threshold))
+        return value if given.order > 1 else torch.full_like(value, math.inf)
+    inner = (threshold - given.loc) / given.scale
+    return given.scale.abs() * torch.where(given.scale > 0, side(given.base, inner), other(given.base, inner))
 
 
 def _raised(given: Poisson | NegativeBinomial) -> Poisson | NegativeBinomial:

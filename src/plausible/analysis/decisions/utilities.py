@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def value_of_epistemic_information(
     """
     if _numeric(predictive, "classes"):
         drawn = _Samples.of(predictive, utility, actions, samples, seed)
-        informed = _running_max(values.mean(0) for values in drawn.evaluated())
+        informed = functools.reduce(torch.maximum, (values.mean(0) for values in drawn.evaluated()))
         return (informed.mean(0) - drawn.means().amax(-1)).clamp(min=0)
     parts, matrix = [], None
     for rows, probs in draw_probabilities(predictive, "the value of epistemic information"):
@@ -143,10 +144,6 @@ def value_of_epistemic_information(
         informed = _expected(utilities, probs).amax(-1).mean(0)
         parts.append(informed - _expected(utilities, probs.mean(0)).amax(-1))
     return torch.cat(parts).clamp(min=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Classes: matrices
 
 
 def _expected(matrix: Tensor, probs: Tensor) -> Tensor:
@@ -169,15 +166,11 @@ def _matrix(utility: Any, actions: Any, probs: Tensor, inputs: int | None = None
     matrix = as_tensor(utility, "utility").double().cpu()
     expected = f"[actions, {classes}], one column for each class"
     inputs = len(probs) if inputs is None else inputs
-    if matrix.ndim == 3 and probs.ndim == 2:
+    each = matrix.ndim == 3 and probs.ndim == 2  # a matrix for each input
+    if each:
         expected = f"[{inputs}, actions, {classes}] for {inputs} inputs, or [actions, {classes}]"
-    if (
-        matrix.ndim not in ((2, 3) if probs.ndim == 2 else (2,))
-        or matrix.shape[-1] != classes
-        or (matrix.ndim == 3 and len(matrix) != inputs)
-    ):
-        turned = matrix.ndim == 2 and matrix.shape[0] == classes
-        hint = ": pass utility.T" if turned else ""
+    if not (each or matrix.ndim == 2) or matrix.shape[-1] != classes or (each and len(matrix) != inputs):
+        hint = ": pass utility.T" if matrix.ndim == 2 and matrix.shape[0] == classes else ""
         raise ValueError(f"utility has shape {list(matrix.shape)}, expected {expected}{hint}")
     if not matrix.shape[-2]:
         raise ValueError("utility has no rows: there must be at least one action")
@@ -201,10 +194,6 @@ def _number(utility: Callable[[Any, Tensor], Any], action: Any, label: Tensor) -
             "negative number for what must not happen"
         )
     return float(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers: samples
 
 
 @dataclass(frozen=True)
@@ -254,7 +243,7 @@ class _Samples:
 
     def best(self) -> Tensor:
         """The utility of the best action for each sample, [m, S, N, ...]."""
-        return _running_max(self.evaluated())
+        return functools.reduce(torch.maximum, self.evaluated())
 
 
 def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
@@ -283,17 +272,6 @@ def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
 def _spread(values: Tensor) -> Tensor:
     """The standard error of the mean of [m, S, ...], m independent values from each of S strata."""
     return (values.var(0).mean(0) / (values.shape[0] * values.shape[1])).sqrt()
-
-
-def _running_max(parts: Iterator[Tensor]) -> Tensor:
-    best = next(parts)
-    for values in parts:
-        best = torch.maximum(best, values)
-    return best
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def _decision(

@@ -181,10 +181,6 @@ def chosen(name: str, value: Any, options: tuple[str, ...]) -> str:
     return str(value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-
-
 def _targets(y: Any, mask: Any) -> tuple[Tensor, Tensor]:
     target, observed = as_targets(y, mask, dtype=torch.float64)
     target = target.cpu()

@@ -4,7 +4,6 @@
 seed. Names are imported when they are first used, so that listing the catalogue does not load PyTorch.
 """
 
-# ruff: noqa: F401 (what type checkers see are the names of `_HOMES`)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,33 @@ if TYPE_CHECKING:
     from plausible.apps.datasets.tables import small, uci
     from plausible.apps.datasets.text import Vocabulary, encode, imdb, sst2, sst5, subj, tokenise, trec
 
+__all__ = [
+    "CATALOGUE",
+    "Dataset",
+    "Entry",
+    "Split",
+    "Table",
+    "Vocabulary",
+    "available",
+    "cache_folder",
+    "cifar10",
+    "cifar10_hmc",
+    "data_folder",
+    "encode",
+    "fashion_mnist",
+    "imdb",
+    "load",
+    "mnist",
+    "small",
+    "sst2",
+    "sst5",
+    "subj",
+    "tokenise",
+    "toys",
+    "trec",
+    "uci",
+]
+
 _HOMES = {
     "catalogue": ("CATALOGUE", "Entry"),
     "images": ("cifar10", "cifar10_hmc", "fashion_mnist", "mnist"),
@@ -28,16 +54,16 @@ _HOMES = {
     "text": ("Vocabulary", "encode", "imdb", "sst2", "sst5", "subj", "tokenise", "trec"),
 }
 
-__all__ = ["toys", *(name for names in _HOMES.values() for name in names)]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'plausible.datasets' has no attribute {name!r}")
     if name == "toys":
         return import_module(f"{__name__}.toys")
-    home = next(home for home, names in _HOMES.items() if name in names)
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'plausible.datasets' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
