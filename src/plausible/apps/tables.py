@@ -69,7 +69,6 @@ class Column:
     rows: tuple[int, ...] | None = None
 
     def row(self, index: int) -> int:
-        """The row number of a cell, for messages."""
         return index + 1 if self.rows is None else self.rows[index]
 
     def take(self, indices: Sequence[int]) -> Column:
@@ -80,7 +79,7 @@ class Column:
     @cached_property
     def missing(self) -> np.ndarray:
         """Where cells are missing: bool `[N]`."""
-        return np.fromiter((cell is None for cell in self.cells), dtype=bool, count=len(self.cells))
+        return np.array([cell is None for cell in self.cells], dtype=bool)
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
@@ -103,14 +102,16 @@ class Column:
     def unreadable(self) -> tuple[int, str] | None:
         """Row and text of the first present cell that is not a number; None where all are numbers."""
         bad = {level for level in self.levels if not _NUMBER.fullmatch(level)}
-        found = ((self.row(index), cell) for index, cell in enumerate(self.cells) if cell is not None and cell in bad)
-        return next(found, None) if bad else None
+        return next(
+            ((self.row(index), cell) for index, cell in enumerate(self.cells) if cell is not None and cell in bad), None
+        )
 
     @property
-    def number_share(self) -> float:
-        """The fraction of the present cells that are numbers."""
+    def slip(self) -> str:
+        """`row 3 is 'x'`: the first cell that is not a number, where at least half of the others are; empty elsewhere."""
         good = {level for level in self.levels if _NUMBER.fullmatch(level)}
-        return sum(cell in good for cell in self.cells) / max(1, int((~self.missing).sum()))
+        share = sum(cell in good for cell in self.cells) / max(1, int((~self.missing).sum()))
+        return f"row {self.unreadable[0]} is {self.unreadable[1]!r}" if self.unreadable and share >= 0.5 else ""
 
     @cached_property
     def numbers(self) -> np.ndarray:
@@ -222,9 +223,8 @@ class Categories:
         levels, rows = len(column.levels), int((~column.missing).sum())
         if levels > MAX_LEVELS or (levels == rows >= ID_ROWS):
             why = "looks like an identifier, a date or free text: turn it into numbers"
-            if column.number_share >= 0.5 and column.unreadable is not None:
-                row, text = column.unreadable
-                why = f"is mostly numbers, but row {row} is {text!r}: mend the file"
+            if slip := column.slip:
+                why = f"is mostly numbers, but {slip}: mend the file"
             raise ValueError(
                 f"column {column.name!r} has {levels} different texts in {rows} rows (at most {MAX_LEVELS} categories) "
                 f"and {why}, or leave it out (command line: --drop-columns {column.name!r})"
@@ -240,13 +240,14 @@ class Categories:
         """A sentence about the categories that training has not seen; None where there are none."""
         new = set(column.levels) - set(self.levels)
         rows = sum(cell in new for cell in column.cells)
-        found = f"column {self.name!r} has categories not seen in training: {listed(map(repr, sorted(new)), 5)}"
-        return f"{found}, in {rows} of {len(column.cells)} rows" if new else None
+        named = listed(map(repr, sorted(new)), 5)
+        where = f"in {rows} of {len(column.cells)} rows"
+        return f"column {self.name!r} has categories not seen in training: {named}, {where}" if new else None
 
     def encode(self, column: Column, notes: list[str]) -> np.ndarray:
         """`[N]` cells → one-hot `[N, levels (+ 1)]`."""
-        if found := self.unknown(column):
-            notes.append(f"{found}; they are encoded as none of the known")
+        if unseen := self.unknown(column):
+            notes.append(f"{unseen}; they are encoded as none of the known")
         if column.missing.any() and not self.gap_level:
             notes.append(f"column {self.name!r} was complete in training: {column.missing.sum()} gaps become no category")
         index = {level: position for position, level in enumerate(self.levels)}
@@ -308,9 +309,8 @@ class Preprocessor:
                 notes.append(f"column {name!r} is constant ({column.levels[0]}) and left out")
             elif column.kind == "text" or name in categorical:
                 columns.append(Categories.fit(column, missing))
-                if column.number_share >= 0.5 and column.unreadable is not None:
-                    row, text = column.unreadable
-                    notes.append(f"column {name!r} is read as categories: row {row} is {text!r}, not a number")
+                if slip := column.slip:
+                    notes.append(f"column {name!r} is read as categories: {slip}, not a number")
             else:
                 columns.append(Numeric.fit(column, missing))
         if not columns:
@@ -340,8 +340,8 @@ class Preprocessor:
         notes: list[str] = []
         table = table if kept.all() else table.take(kept)
         for column in self.columns if strict else ():
-            if isinstance(column, Categories) and (found := column.unknown(table[column.name])):
-                raise ValueError(f"{found}; known are {listed(column.levels, 10)}")
+            if isinstance(column, Categories) and (unseen := column.unknown(table[column.name])):
+                raise ValueError(f"{unseen}; known are {listed(column.levels, 10)}")
         blocks = [column.encode(table[column.name], notes) for column in self.columns]
         with np.errstate(over="ignore"):
             inputs = np.concatenate(blocks, axis=1).astype(np.float32)
@@ -350,7 +350,6 @@ class Preprocessor:
         return Features(inputs, kept, tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         kinds = {Numeric: "numeric", Categories: "categories"}
         return {
             "columns": [{"kind": kinds[type(column)], **vars(column)} for column in self.columns],

@@ -9,7 +9,7 @@ import numpy as np
 
 from plausible.analysis import metrics
 from plausible.analysis.metrics.calibration import LEVELS, quantile_levels
-from plausible.apps.plots.base import axes_of, diagonal
+from plausible.apps.plots.base import DASHED, axes_of
 from plausible.apps.report.statistics import count_range, wilson
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def reliability(
     low, high = np.array([wilson(float(s), int(n)) for s, n in zip(share, counts)]).T
     error = metrics.ece(predictive, y, bins, binning, mask=mask)
     ax = axes_of(ax)
-    diagonal(ax, "as stated")
+    ax.plot([0, 1], [0, 1], label="as stated", **DASHED)
     ax.vlines(said, low, high, color="C0", alpha=0.4, linewidth=2, label="90 % interval")
     ax.plot(said, share, "o", color="C0", label=f"ECE {error:.3f}")
     ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="stated probability of the answer", ylabel="share right")
@@ -49,7 +49,7 @@ def draw_pit(ax: Axes, values: np.ndarray, bins: int) -> Axes:
     low, high = (bound / len(values) * bins for bound in count_range(len(values), 1 / bins))
     ax.axhspan(low, high, color="0.5", alpha=0.25, linewidth=0, label="99 % range of chance")
     ax.hist(values, bins=bins, range=(0, 1), density=True, color="C0", alpha=0.6, edgecolor="C0", label="held out")
-    ax.axhline(1, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="calibrated")
+    ax.axhline(1, label="calibrated", **DASHED)
     ax.set(xlim=(0, 1), xlabel="F(y)", ylabel="density")
     ax.legend()
     return ax
@@ -72,7 +72,7 @@ def draw_quantiles(ax: Axes, values: np.ndarray, levels: np.ndarray, label: str)
     ranges = [(level * len(values),) * 2 if level in (0, 1) else count_range(len(values), float(level)) for level in levels]
     low, high = np.array(ranges).T / len(values)
     ax.fill_between(levels, low, high, color="0.5", alpha=0.25, linewidth=0, label="99 % range of chance")
-    diagonal(ax, "calibrated")
+    ax.plot([0, 1], [0, 1], label="calibrated", **DASHED)
     shares = np.searchsorted(np.sort(values), levels, side="right") / len(values)
     ax.plot(levels, shares, "o-", color="C0", markersize=3, label=label)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted quantile", ylabel="share of targets below")

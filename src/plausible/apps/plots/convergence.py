@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from plausible.apps.plots.base import axes_of, named_chains
+from plausible.apps.plots.base import DASHED, axes_of, chosen_quantity, named_chains
 from plausible.apps.report.statistics import ranks
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.posteriors.base import Posterior
@@ -39,11 +39,11 @@ def trace(
     ax = axes_of(ax)
     count = values.shape[1]
     for lane, place in enumerate(reversed(chosen)):
-        own = values[:, :, place]
-        low, high = float(own.min()), float(own.max())
-        for number, chain in enumerate(own[:CHAINS]):
+        drawn = values[:, :, place]
+        low, high = float(drawn.min()), float(drawn.max())
+        for number, chain in enumerate(drawn[:CHAINS]):
             scaled = (chain - low) / (high - low) if high > low else np.full(count, 0.5)
-            label = f"chain {number + 1}" if lane == 0 and len(own) > 1 else None
+            label = f"chain {number + 1}" if lane == 0 and len(drawn) > 1 else None
             ax.plot(np.arange(1, count + 1), lane + 0.05 + 0.9 * scaled, color=f"C{number}", linewidth=0.6, label=label)
         said = f"R̂ {rhat[place]:.2f}" if np.isfinite(rhat[place]) else "R̂ –"
         ax.text(1.01, lane + 0.5, said, transform=ax.get_yaxis_transform(), va="center", fontsize=8)
@@ -74,22 +74,20 @@ def rank(
         raise ValueError("draws has one chain: ranks compare chains, so at least two are needed")
     order, rhat = _worst_first(values)
     place = order[0] if quantity is None else quantity
-    if not -values.shape[2] <= place < values.shape[2]:
-        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
-    own = values[:, :, place]
-    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(own))[..., None])[0])
-    step = max(1, round(own.size / size)) if np.isfinite(size) else 1
-    own = own[:, :: max(min(step, max(1, own.shape[1] // 10)), -(-own.size // DRAWS))]
-    chains, count = own.shape
+    drawn = chosen_quantity(values, place)
+    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(drawn))[..., None])[0])
+    step = max(1, round(drawn.size / size)) if np.isfinite(size) else 1
+    drawn = drawn[:, :: max(min(step, max(1, drawn.shape[1] // 10)), -(-drawn.size // DRAWS))]
+    chains, count = drawn.shape
     z = np.linspace(0, 1, min(200, chains * count) + 1)[1:-1]
-    share = (ranks(own.ravel()).reshape(chains, count) - 0.5) / own.size
+    share = (ranks(drawn.ravel()).reshape(chains, count) - 0.5) / drawn.size
     curves = np.array([(chain[:, None] <= z).mean(0) for chain in share]) - z
     width = _band(chains, count, z, seed)
     ax = axes_of(ax)
     ax.fill_between(z, -width, width, color="0.85", linewidth=0, label=f"{100 * LEVEL:.0f} % band of chains that agree")
     for number, curve in enumerate(curves[:CHAINS], start=1):
         ax.step(z, curve, where="mid", linewidth=1, label=f"chain {number}")
-    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    ax.axhline(0, **DASHED)
     said = f"R̂ {rhat[place]:.3f}" if np.isfinite(rhat[place]) else "R̂ not finite"
     ax.set_title(f"{words[place]}, {said}", fontsize=10)
     ax.set(xlim=(0, 1), xlabel="rank among all draws (share)", ylabel="share of the chain below, less expected")
@@ -133,7 +131,7 @@ def draw_energies(ax: Axes, values: np.ndarray, change: np.ndarray | None, bins:
 def draw_convergence(ax: Axes, rhat: np.ndarray, ess: np.ndarray) -> Axes:
     """R̂ against the effective draws of each quantity."""
     top = max(1.06, float(rhat.max()))
-    ax.axhline(1.01, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="1.01")
+    ax.axhline(1.01, label="1.01", **DASHED)
     ax.plot(ess, rhat, "o", markersize=4, label="function values")
     ax.set(xlim=(0, 1.05 * float(ess.max())), ylim=(0.99, top + 0.04 * (top - 0.99)), xlabel="effective draws", ylabel="R̂")
     ax.legend()
@@ -153,11 +151,10 @@ def autocorrelation(
         raise ValueError(f"draws has {values.shape[1]} draws in each chain; autocorrelations need at least 4")
     sizes = diagnostics.ess_bulk(torch.from_numpy(values)).numpy()
     place = int(np.nanargmin(sizes)) if quantity is None and np.isfinite(sizes).any() else quantity or 0
-    if not -values.shape[2] <= place < values.shape[2]:
-        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
-    own = values[:, :, place]
-    count = own.shape[1]
-    centred = own - own.mean(1, keepdims=True)
+    drawn = chosen_quantity(values, place)
+    count = drawn.shape[1]
+    centred = drawn - drawn.mean(1, keepdims=True)
+    # Padded to twice its length, so that the ends of a chain do not meet in the circle of the transform.
     spectrum = np.fft.rfft(centred, 2 * count, axis=1)
     covariance = np.fft.irfft(np.abs(spectrum) ** 2, axis=1)[:, : min(lags, count - 1) + 1]
     ax = axes_of(ax)
@@ -166,11 +163,11 @@ def autocorrelation(
     for number, chain in enumerate(covariance[:CHAINS], start=1):
         if chain[0] > 0:
             ax.plot(np.arange(len(chain)), chain / chain[0], linewidth=1, label=f"chain {number}")
-    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
-    said = f"{sizes[place]:,.0f} of {own.size:,} draws effective" if np.isfinite(sizes[place]) else "it never moves"
+    ax.axhline(0, **DASHED)
+    said = f"{sizes[place]:,.0f} of {drawn.size:,} draws effective" if np.isfinite(sizes[place]) else "it never moves"
     ax.set_title(f"{words[place]}: {said}", fontsize=10)
     ax.set(xlabel="lag (kept draws)", ylabel="autocorrelation", xlim=(0, None))
-    if len(own) <= CHAINS and ax.get_legend_handles_labels()[0]:
+    if len(drawn) <= CHAINS and ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8)
     return ax
 

@@ -79,18 +79,16 @@ def example_rows(
         probs = probs.reshape(len(predictive), -1)
         best = probs.argmax(-1)
         said = [f"{best[i] if classes is None else classes[int(best[i])]} ({probs[i, best[i]]:.0%})" for i in picked]
-        truth = [] if y is None else [f"{int(y[i]) if classes is None else classes[int(y[i])]}" for i in picked]
+        truth = [] if y is None else [str(int(y[i]) if classes is None else classes[int(y[i])]) for i in picked]
     else:
         mean, std = (part.reshape(len(predictive), -1).cpu().numpy() for part in (predictive.mean, predictive.std))
         if mean.shape[1] != 1:
             raise ValueError(f"predictive has {mean.shape[1]} targets; a table of examples shows one")
         said = [f"{mean[i, 0]:.4g} ± {std[i, 0]:.2g}" for i in picked]
         truth = [] if y is None else [f"{float(np.asarray(y[i]).reshape(-1)[0]):.4g}" for i in picked]
-    heads = ["predicted", *(["truth"] if truth else []), *map(str, columns)]
-    body = [
-        [answer, *([truth[place]] if truth else []), *(str(cells[index]) for cells in columns.values())]
-        for place, (index, answer) in enumerate(zip(picked, said))
-    ]
+    shown = [("predicted", said), *([("truth", truth)] if truth else [])]
+    shown += [(str(name), [str(cells[index]) for index in picked]) for name, cells in columns.items()]
+    heads, body = [head for head, _ in shown], list(zip(*(cells for _, cells in shown)))
     ax = axes_of(ax)
     ax.set_axis_off()
     ax.table(body, colLabels=heads, rowLabels=list(map(str, picked)), loc="center")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plausible.apps.plots.base import axes_of, column
+from plausible.apps.plots.base import DASHED, axes_of, column
 from plausible.posteriors.predictive import Predictive
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def predictions(predictive: Predictive, y: Any, level: float = 0.9, *, output: i
 def draw_predictions(ax: Axes, truth: np.ndarray, mean: np.ndarray, low: np.ndarray, high: np.ndarray, level: float) -> Axes:
     outside = (truth < low) | (truth > high)
     ends = [min(truth.min(), mean.min()), max(truth.max(), mean.max())]
-    ax.plot(ends, ends, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    ax.plot(ends, ends, **DASHED)
     for rows, colour, words in ((~outside, "C0", "inside"), (outside, "C3", "outside")):
         ax.vlines(truth[rows], low[rows], high[rows], color=colour, alpha=0.3, linewidth=1)
         ax.plot(truth[rows], mean[rows], "o", color=colour, markersize=3, label=f"{words} ({rows.mean():.0%})")

@@ -9,7 +9,7 @@ import numpy as np
 
 from plausible.analysis import metrics
 from plausible.analysis.metrics.inputs import probability_kind
-from plausible.apps.plots.base import axes_of
+from plausible.apps.plots.base import DASHED, axes_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def risk_coverage(predictive: Any, y: Any, score: str | None = None, *, mask: An
 
 
 def draw_risk(ax: Axes, coverage: np.ndarray, risk: np.ndarray, what: str, label: str = "by uncertainty") -> Axes:
-    ax.axhline(float(risk[-1]), color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="in random order")
+    ax.axhline(float(risk[-1]), label="in random order", **DASHED)
     ax.plot(coverage, risk, color="C0", label=label)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="share of examples answered", ylabel=what)
     ax.legend()

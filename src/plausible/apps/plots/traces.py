@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from plausible.apps.plots.base import axes_of, chains_of, chosen_quantity
+from plausible.apps.plots.base import DASHED, axes_of, chains_of, chosen_quantity
 from plausible.apps.report.statistics import rank_shares
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.posteriors.base import Posterior
@@ -60,7 +60,7 @@ def rank_histogram(draws: Any, x: Any = None, bins: int = 20, *, ax: Axes | None
     ax = axes_of(ax)
     for number, chain in enumerate(shares, start=1):
         ax.stairs(chain, np.linspace(0, 1, len(chain) + 1), label=f"chain {number}")
-    ax.axhline(1, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    ax.axhline(1, **DASHED)
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="rank among all draws (share)", ylabel="density")
     if len(shares) <= 10:
         ax.legend()
@@ -78,14 +78,13 @@ def ess_growth(draws: Any, x: Any = None, points: int = 10, *, ax: Axes | None =
     if count < 8:
         raise ValueError(f"draws has {count} draws in each chain; effective sample sizes need at least 8")
     sizes = np.unique(np.linspace(max(8, count // points), count, points).astype(int))
-    moving = values.amax((0, 1)) > values.amin((0, 1))
-    if not bool(moving.any()):
+    if not bool((values.amax((0, 1)) > values.amin((0, 1))).any()):
         raise ValueError("draws does not vary: there is no effective sample size")
-    found = [diagnostics.summarise(values[:, :size]) for size in sizes.tolist()]
+    parts = [diagnostics.summarise(values[:, :size]) for size in sizes.tolist()]
     ax = axes_of(ax)
     for name, words in (("ess_bulk", "bulk"), ("ess_tail", "tails")):
-        ax.plot(chains * sizes, [part.get(name, np.nan) for part in found], "o-", markersize=3, label=words)
-    ax.axhline(100 * chains, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="100 for each chain")
+        ax.plot(chains * sizes, [part.get(name, np.nan) for part in parts], "o-", markersize=3, label=words)
+    ax.axhline(100 * chains, label="100 for each chain", **DASHED)
     ax.set(xlim=(0, None), ylim=(0, None), xlabel="draws", ylabel="effective draws")
     ax.legend()
     return ax
