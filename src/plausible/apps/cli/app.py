@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, sweeping
-from plausible.apps.cli import models as evidence
+from plausible.apps.cli import datasets, diagnosing, errors, models, pruning, sweeping
 from plausible.apps.cli.errors import guarded, note
 from plausible.apps.cli.options import Debug, Device, Draws, Overwrite, Quiet, Run, Seed, numbers, option, words
 
@@ -206,8 +205,8 @@ def report(
 
 app.command(no_args_is_help=True)(diagnosing.diagnose)
 app.command(no_args_is_help=True)(pruning.prune)
-app.command(no_args_is_help=True)(evidence.evidence)
-app.command(no_args_is_help=True)(fidelity.fidelity)
+app.command(no_args_is_help=True)(models.evidence)
+app.command(no_args_is_help=True)(models.fidelity)
 
 
 @app.command()

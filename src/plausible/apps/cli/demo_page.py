@@ -11,8 +11,7 @@ import numpy as np
 from plausible.analysis import metrics
 from plausible.apps import plots
 from plausible.apps.pages import Shown, png, render, shown
-from plausible.apps.plots.regression import draw_band, draw_uncertainties
-from plausible.apps.plots.selection import draw_entropies
+from plausible.apps.plots.heldout import draw_band, draw_entropies, draw_uncertainties
 from plausible.apps.report.words import percent
 
 if TYPE_CHECKING:

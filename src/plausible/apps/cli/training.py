@@ -13,7 +13,8 @@ import torch
 
 import plausible
 from plausible import Posterior, Predictive
-from plausible.apps.cli import diagnosing, prediction, runs, settings
+from plausible.apps.assembling import build
+from plausible.apps.cli import diagnosing, prediction, runs
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.cli.files import read_table
 from plausible.apps.report.runs import from_fit
@@ -154,7 +155,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     check(options)
     options = replace(options, out=options.out.resolve())
     common = {"epochs": options.epochs, "batch_size": options.batch_size, "lr": options.lr}
-    method = settings.build(options.method, common, options.extras or ())
+    method = build(options.method, common, options.extras or ())
     runs.prepare(options.out, overwrite=options.overwrite, resume=options.resume, inputs=options.data)
     data = prepare(options)
     say(options, data.notes)

@@ -154,15 +154,9 @@ def _cuts(values: np.ndarray, cuts: Sequence[float], low: float, high: float) ->
 
 def _name(ax: Axes, cut: float, place: float, height: float, side: str) -> None:
     """`75 %` beside the line of a cut."""
-    where: dict[str, Any] = {
-        "xycoords": ("data", "axes fraction"),
-        "xytext": (-3, 1),
-        "textcoords": "offset points",
-        "ha": "right",
-        "va": side,
-    }
+    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 1), "textcoords": "offset points"}
     box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}
-    ax.annotate(f"{100 * cut:.4g} %", (place, height), fontsize=8, color="0.25", bbox=box, **where)
+    ax.annotate(f"{100 * cut:.4g} %", (place, height), fontsize=8, color="0.25", ha="right", va=side, bbox=box, **where)
 
 
 def _flat(weights: Weights, posterior: Posterior, where: Where) -> np.ndarray:

@@ -12,10 +12,8 @@ from plausible.analysis import metrics
 from plausible.analysis.metrics.selective import curve
 from plausible.apps import plots
 from plausible.apps.pages import Shown, percent_axes, shown
-from plausible.apps.plots.calibration import draw_pit, draw_quantiles
-from plausible.apps.plots.convergence import draw_convergence, draw_energies
-from plausible.apps.plots.regression import draw_band, draw_predictions, draw_uncertainties
-from plausible.apps.plots.selection import draw_risk
+from plausible.apps.plots.chains import draw_convergence, draw_energies
+from plausible.apps.plots.heldout import draw_band, draw_pit, draw_predictions, draw_quantiles, draw_risk, draw_uncertainties
 from plausible.apps.report.findings import Output
 from plausible.apps.report.statistics import rank_shares, wilson
 from plausible.apps.report.words import label, number, percent, plural

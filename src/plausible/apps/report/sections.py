@@ -9,9 +9,8 @@ import numpy as np
 
 from plausible.apps.pages import Shown, png, render
 from plausible.apps.report import figures
-from plausible.apps.report.diagnosis import diagnosis
 from plausible.apps.report.findings import QUANTILES, Findings, Output
-from plausible.apps.report.verdicts import Verdict, verdicts
+from plausible.apps.report.verdicts import Verdict, diagnosis, verdicts
 from plausible.apps.report.words import better, cell, label, number, percent, plural, score
 
 EXAMPLES = 6
