@@ -38,12 +38,10 @@ class Response:
 
     @property
     def task(self) -> str:
-        """`classification` or `regression`."""
         return "classification" if self.classes else "regression"
 
     @property
     def outputs(self) -> int:
-        """How many outputs the network needs."""
         if self.likelihood == "categorical":
             return len(self.classes[0])
         return len(self.names) * (2 if self.likelihood == "heteroscedastic" else 1)
@@ -68,7 +66,6 @@ class Response:
         return observed if self.likelihood == "categorical" else observed.astype(np.float32)
 
     def restore(self, predictive: Predictive) -> Predictive:
-        """Predictions in original units."""
         return predictive.rescaled(self.loc, self.scale) if self.loc else predictive
 
     def make_likelihood(self) -> Likelihood:
@@ -129,7 +126,6 @@ def decide(table: Table, names: Sequence[str], task: str, likelihood: str) -> tu
 
 
 def guess(column: Column, notes: list[str]) -> str:
-    """The task that the cells of a target column suggest."""
     distinct = len(column.levels)
     if column.kind == "text":
         if slip := column.slip:

@@ -129,7 +129,6 @@ class Column:
 
     @property
     def counts_up(self) -> bool:
-        """Whether the column is a row number: integers, each one more than the one above."""
         return self.kind == "integer" and not self.missing.any() and bool((np.diff(self.numbers) == 1).all())
 
 
@@ -160,12 +159,10 @@ class Table:
         return self.columns[name]
 
     def take(self, rows: np.ndarray) -> Table:
-        """The table of these rows (indices or a mask), in the order given."""
         indices = (np.flatnonzero(rows) if rows.dtype == bool else rows).tolist()
         return Table(column.take(indices) for column in self.columns.values())
 
     def without(self, names: Iterable[str]) -> Table:
-        """The table without these columns; each must be there."""
         dropped = {self[name].name for name in names}
         return Table(column for name, column in self.columns.items() if name not in dropped)
 
@@ -186,7 +183,6 @@ class Numeric:
 
     @classmethod
     def fit(cls, column: Column, missing: str) -> Numeric:
-        """Moments and median of the present cells."""
         present = column.numbers[~column.missing]
         with np.errstate(over="ignore", invalid="ignore"):
             mean, std = float(present.mean()), float(present.std())
@@ -197,7 +193,6 @@ class Numeric:
 
     @property
     def features(self) -> list[str]:
-        """The names of the network inputs made from this column."""
         return [self.name, f"{self.name} missing"] if self.indicator else [self.name]
 
     def encode(self, column: Column, notes: list[str]) -> np.ndarray:
@@ -233,7 +228,6 @@ class Categories:
 
     @property
     def features(self) -> list[str]:
-        """The names of the network inputs made from this column."""
         return [f"{self.name}={level}" for level in self.levels] + [f"{self.name} missing"] * self.gap_level
 
     def unknown(self, column: Column) -> str | None:
@@ -319,12 +313,10 @@ class Preprocessor:
 
     @property
     def names(self) -> list[str]:
-        """The columns a table must have."""
         return [column.name for column in self.columns]
 
     @property
     def features(self) -> list[str]:
-        """The names of the D network inputs."""
         return [feature for column in self.columns for feature in column.features]
 
     def transform(self, table: Table, *, strict: bool = False) -> Features:

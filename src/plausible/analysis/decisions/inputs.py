@@ -149,7 +149,6 @@ def aligned(value: Any, shape: torch.Size | tuple[int, ...], name: str) -> Tenso
 
 
 def target_shape(predictive: Predictive) -> tuple[int, ...]:
-    """[N, *O], the shape of targets."""
     return predictive.likelihood.target_shape((predictive.num_inputs, *predictive.output_shape))
 
 

@@ -238,7 +238,6 @@ class _Samples:
             yield value.expand(self.shape).unflatten(0, self.y.shape[:2])
 
     def means(self) -> Tensor:
-        """The expected utilities, [N, ..., A]."""
         return torch.stack([values.mean((0, 1)) for values in self.evaluated()], -1)
 
     def best(self) -> Tensor:

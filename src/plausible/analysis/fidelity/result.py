@@ -30,7 +30,6 @@ class Measure:
 
     @classmethod
     def missing(cls, why: str, ideal: float = 0.0) -> Measure:
-        """NaN with the reason."""
         return cls(math.nan, ideal=ideal, note=why)
 
     @property
@@ -110,7 +109,6 @@ class Fidelity:
         return cls(**fields)
 
     def table(self) -> Table:
-        """A table for `rich`."""
         counts = ["closed form" if n is None else plural(n, "draw") for n in (self.draws, self.reference_draws)]
         words = WORDS | {f"epistemic.{name}": f"epistemic variance over the reference's, {name}" for name in self.epistemic}
         rows = []

@@ -69,7 +69,6 @@ class Sorted:
         return Sorted(left)
 
     def spread(self) -> Tensor:
-        """Standard deviations, [...]."""
         return self.scale if self.draws is None else self.draws.std(0, correction=0)  # type: ignore[return-value]
 
 
@@ -176,7 +175,6 @@ class Side:
         return Averages(torch.cat(parts, 2), self._sizes())
 
     def quartiles(self) -> Tensor:
-        """Of y, [3, N, …]."""
         return self.predictive.quantile([0.25, 0.5, 0.75]).double().cpu()
 
     def _drawn(self) -> Draws:

@@ -54,7 +54,6 @@ class Labelled:
 
     @property
     def truth(self) -> Tensor:
-        """The indicator of the true class, [M, C]."""
         return F.one_hot(self.labels, self.probs.shape[-1]).to(self.probs)
 
 
@@ -168,14 +167,12 @@ def probability_kind(predictive: Any) -> bool:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """An integer setting of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 
 
 def chosen(name: str, value: Any, options: tuple[str, ...]) -> str:
-    """One of the words that an argument may be."""
     if value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
     return str(value)

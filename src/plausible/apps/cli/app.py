@@ -292,5 +292,4 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point of the `plausible` command."""
     app()

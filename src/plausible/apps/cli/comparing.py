@@ -125,7 +125,6 @@ def _progress(total: int, there: int, quiet: bool) -> Any:
 
 
 def show(study: Study, summary: Summary, *, published: bool) -> None:
-    """A table for each data set on the terminal."""
     printer = view.console()
     if not printer.is_terminal:
         printer.width = 120

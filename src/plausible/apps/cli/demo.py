@@ -103,7 +103,6 @@ def run(out: Path, quick: bool = False, seed: int = 0, force: bool = False) -> N
 
 
 def _claim(page: Path, force: bool) -> None:
-    """Refuse a folder that is not ours."""
     out = page.parent
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"out={str(out)!r} is a file, expected a folder")
@@ -272,7 +271,6 @@ def _fit(problem: Problem, entry: Entry, earlier: Mapping[str, tuple[Posterior, 
 
 
 def cells(problem: Problem, outcome: Outcome) -> list[str]:
-    """The scores of one row as text."""
     texts = []
     for key, form in problem.columns.values():
         value = outcome.values[key]

@@ -58,8 +58,7 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
     while rows and not any(text.strip() for text in rows[-1][1]):
         rows.pop()
     names = [name.strip() or f"unnamed {position}" for position, name in enumerate(header, start=1)]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path} has columns of the same name: {', '.join(repeated)}; rename them in the header")
     for line, cells in rows:
         if len(cells) != len(names):

@@ -59,9 +59,8 @@ def prepare(out: Path, *, overwrite: bool, resume: bool, inputs: Path) -> None:
 def discard_checkpoint(out: Path, *, unless_useful: bool = False) -> None:
     """Remove the checkpoint of a run; `unless_useful` only one that holds no state yet."""
     folder = checkpoint_folder(out)
-    if unless_useful and (folder / "checkpoint.json").exists():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+    if not (unless_useful and (folder / "checkpoint.json").exists()):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,9 @@ class Record:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The widths of the network, inputs and outputs among them."""
         return (len(self.preprocessor.features), *self.hidden, self.target.outputs)
 
     def network(self) -> nn.Sequential:
-        """A fresh network of the run's shape."""
         return mlp(len(self.preprocessor.features), self.hidden, self.target.outputs, self.activation)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +161,6 @@ def write(
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a finished run."""
     from plausible.core.storage import read_json
 
     if not folder.is_dir():

@@ -68,7 +68,7 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def say(options: Options, lines: Sequence[str]) -> None:
+def say(options: Options, *lines: str) -> None:
     for line in () if options.quiet else lines:
         note(line)
 
@@ -158,19 +158,15 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     method = build(options.method, common, options.extras or ())
     runs.prepare(options.out, overwrite=options.overwrite, resume=options.resume, inputs=options.data)
     data = prepare(options)
-    say(options, data.notes)
+    say(options, *data.notes)
+    kept = {"prior_scale": options.prior_scale, "test_fraction": options.test_fraction, "data": options.data.name}
     record = runs.Record(
-        preprocessor=data.preprocessor,
-        target=data.target,
-        hidden=options.hidden,
-        activation=options.activation,
-        method=options.method,
-        settings={
-            "method": serialise.encode(method),
-            "prior_scale": options.prior_scale,
-            "test_fraction": options.test_fraction,
-            "data": options.data.name,
-        },
+        data.preprocessor,
+        data.target,
+        options.hidden,
+        options.activation,
+        options.method,
+        settings={"method": serialise.encode(method), **kept},
         rows={"train": data.train.rows, "heldout": data.test.rows},
         seed=options.seed,
         version=plausible.__version__,
@@ -178,7 +174,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     layers = "-".join(map(str, record.layers))
     about = f"{record.target.task} of {', '.join(record.target.names)} ({record.target.likelihood}) by {record.method}"
     rows = f"{data.train.rows} training rows, {data.test.rows} held out"
-    say(options, [f"{about}: {rows}, {layers} {record.activation} network"])
+    say(options, f"{about}: {rows}, {layers} {record.activation} network")
     posterior = infer(record, data, method, options)
     metrics: dict[str, Any] | None = None
     predictive: Predictive | None = None
@@ -190,7 +186,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
         heldout = prediction.held_out_columns(data.target, data.test, predictive, LEVEL)
     evidence = from_fit(record, posterior, data, predictive, metrics)
     runs.write(options.out, record, posterior, metrics, heldout, evidence)
-    say(options, diagnosing.after_fit(evidence.diagnostics))
+    say(options, *diagnosing.after_fit(evidence.diagnostics))
     return record, metrics
 
 
@@ -202,7 +198,7 @@ def infer(record: runs.Record, data: Prepared, method: Any, options: Options) ->
     if checkpoint is not None and not options.resume:
         runs.discard_checkpoint(options.out)
     elif checkpoint is not None and not checkpoint.exists():
-        say(options, [f"nothing to resume: {checkpoint} does not exist; starting from the beginning"])
+        say(options, f"nothing to resume: {checkpoint} does not exist; starting from the beginning")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         network = record.network()

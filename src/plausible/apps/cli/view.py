@@ -48,7 +48,6 @@ def number(key: str, value: float) -> str:
 
 
 def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
-    """Held-out scores, a column for each target."""
     if metrics is None:
         console().print("no held-out rows (--test-fraction 0), so no scores")
         return
@@ -64,7 +63,6 @@ def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
 
 
 def run(folder: Path, record: Record) -> None:
-    """What a saved run is, and its scores."""
     target = record.target
     table = Table(show_header=False, box=box.SIMPLE, title=f"run {folder}", title_justify="left")
     table.add_column(style="bold")
@@ -122,7 +120,6 @@ def kind(method_class: Any) -> str:
 
 
 def method(name: str) -> None:
-    """The documentation and the settings of one method."""
     from plausible import methods as known
 
     chosen = known.create(name)

@@ -70,7 +70,6 @@ def warm_up() -> None:
 
 
 def train(candidate: Candidate, data: tuple[Any, Any], hidden: tuple[int, ...], seed: int) -> Posterior:
-    """The candidate's posterior for standardised data."""
     make, per_target = _LIKELIHOODS[candidate.likelihood]
     x, y = data
     with torch.random.fork_rng(devices=[]):

@@ -50,7 +50,6 @@ def run(study: Study, folder: str | Path, *, jobs: int = 1, told: Told | None = 
 
 
 def stored(study: Study, folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """The result of a cell that was computed with the same settings, or None."""
     try:
         result = json.loads(_file(folder, cell).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,7 +59,6 @@ def stored(study: Study, folder: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def _whole(result: dict[str, Any]) -> bool:
-    """Whether a result has all that the tables need."""
     try:
         numbers = [*result["metrics"].values(), *result["seconds"].values(), result["train_rows"], result["test_rows"]]
         return all(name in result["metrics"] for name in SHOWN) and bool([float(number) for number in numbers])
@@ -197,7 +195,6 @@ def _serve(connection: Connection, study: Study) -> None:
 
 
 def attempt(study: Study, cell: Cell) -> dict[str, Any]:
-    """The result of a cell, or what went wrong, in one line."""
     from plausible.apps.compare import protocol
 
     began = time.perf_counter()

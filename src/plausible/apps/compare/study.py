@@ -57,7 +57,6 @@ class Candidate:
         return assemble(self.method, decoded)
 
     def plain(self) -> dict[str, Any]:
-        """All but the label, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "label"}
 
 

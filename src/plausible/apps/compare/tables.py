@@ -66,13 +66,11 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The label, with what is left out of the means."""
         wanted = len(self.failures) + self.missing + self.splits
         return self.label if self.splits == wanted or not self.splits else f"{self.label} ({self.splits} of {wanted} splits)"
 
     @property
     def splits(self) -> int:
-        """Splits with a result."""
         return next((value.splits for value in self.metrics.values()), 0)
 
 

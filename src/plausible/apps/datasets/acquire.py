@@ -83,16 +83,14 @@ def ensure(entry: Entry, files: Iterable[File] | None = None, progress: bool | N
 
 
 def _advice(entry: Entry, absent: list[File], reasons: list[str], hint: str) -> str:
-    """What is missing, why it could not be had, and what to do."""
     names = ", ".join(file.path for file in absent)
-    several = len(absent) > 1
-    sourced = all(file.source is not None for file in absent)
+    are, them, name = ("are", "them", "these names") if len(absent) > 1 else ("is", "it", "this name")
     elsewhere = f", or run `plausible data get {entry.name}` on a machine with network and copy its cache folder here"
+    if any(file.source is None for file in absent):
+        elsewhere = ""
     return (
-        f"data set {entry.name!r} is not here: {names} {'are' if several else 'is'} in neither {places.looked_in()}, and "
-        f"cannot be downloaded ({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds "
-        f"{'them' if several else 'it'} under {'these names' if several else 'this name'}"
-        f"{elsewhere if sourced else ''}{'; ' + hint if hint else ''}"
+        f"data set {entry.name!r} is not here: {names} {are} in neither {places.looked_in()}, and cannot be downloaded "
+        f"({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds {them} under {name}{elsewhere}{hint and f'; {hint}'}"
     )
 
 
@@ -101,8 +99,7 @@ def _obtain(files: list[File], bar: Bar) -> list[str]:
     if places.offline():
         return ["PLAUSIBLE_OFFLINE is set"]
     reasons: list[str] = []
-    mirror = places.mirror()
-    if mirror is not None:
+    if (mirror := places.mirror()) is not None:
         for file in files:
             _direct(file, (f"{mirror}/{file.path}",), bar, reasons)
     left = [file for file in files if places.find(file) is None]
@@ -180,7 +177,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> None:
-    """The first address that gives the file itself."""
     for url in urls:
         try:
             with _received(url, bar, file.name) as path:
@@ -188,8 +184,7 @@ def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> 
         except Unavailable as error:
             reasons.append(str(error))
             continue
-        wrong = problem(file, file.path, raw)
-        if wrong is None:
+        if (wrong := problem(file, file.path, raw)) is None:
             return _install(file.path, raw)
         reasons.append(f"{url}: not the expected file, {wrong}")
 
@@ -208,8 +203,7 @@ def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(raw)
             archive.addfile(member, io.BytesIO(raw))
-    wrong = problem(file, file.path, packed.getvalue())
-    if wrong is not None:
+    if (wrong := problem(file, file.path, packed.getvalue())) is not None:
         reasons.append(f"{file.name} was put together from {source.members[0][1].rpartition('/')[0]}, but {wrong}")
         return
     _install(file.path, packed.getvalue())

@@ -87,7 +87,6 @@ class Entry:
 
     @property
     def count(self) -> int:
-        """All examples together."""
         return sum(int(part.replace(",", "")) for part in self.examples.split(" + ") if part)
 
     @property
@@ -96,7 +95,6 @@ class Entry:
 
     @property
     def downloadable(self) -> bool:
-        """Whether every file can be had from its public origin."""
         return all(file.source is not None for file in self.files)
 
     @property

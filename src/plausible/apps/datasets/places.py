@@ -13,8 +13,6 @@ Place = Literal["data folder", "cache"]
 
 
 class Found(NamedTuple):
-    """A file that is there."""
-
     path: Path
     place: Place
 
@@ -31,7 +29,6 @@ def cache_folder() -> Path:
 
 
 def offline() -> bool:
-    """Whether `PLAUSIBLE_OFFLINE` forbids downloads."""
     return os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0")
 
 
@@ -51,12 +48,10 @@ def find(file: File) -> Found | None:
 
 
 def missing(entry: Entry) -> tuple[File, ...]:
-    """The files of a set that are in neither place."""
     return tuple(file for file in entry.files if find(file) is None)
 
 
 def looked_in() -> str:
-    """The two places in words, for messages."""
     folder = data_folder()
     if folder is None:
         first = "the data folder (PLAUSIBLE_DATA is not set)"

@@ -23,7 +23,6 @@ CHAINS = 4  # drawn at most
 
 
 def limits(*arrays: Iterable[float] | np.ndarray, margin: float = 0.04) -> tuple[float, float]:
-    """The range of all finite values with a margin; never empty."""
     values = np.concatenate([np.asarray(array, dtype=np.float64).reshape(-1) for array in arrays])
     values = values[np.isfinite(values)]
     if not len(values):

@@ -128,7 +128,6 @@ def _target_words(record: Record, index: int, data: Prepared | None) -> str:
 
 
 def _older(folder: Path, record: Record) -> Findings:
-    """Scores and history of a run without stored predictions."""
     from plausible.core.storage import read_json
 
     run = read_json(folder / "posterior" / "posterior.json").get("run", {})

@@ -33,7 +33,6 @@ _DIAGNOSTICS = {
 
 
 def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> str:
-    """The whole page; `images` are pictures of held-out inputs by their row."""
     about_fit = diagnosis(findings)
     judged = [(output.name, verdicts(output)) for output in findings.outputs]
     held = max((output.count for output in findings.outputs), default=0)
@@ -83,7 +82,6 @@ def unjudged(findings: Findings) -> Verdict:
 
 
 def scores(findings: Findings) -> dict[str, Any] | None:
-    """All metrics, a column for each target."""
     outputs = [output for output in findings.outputs if output.metrics]
     if not outputs:
         return None
@@ -144,7 +142,6 @@ def examples(findings: Findings, images: Mapping[int, np.ndarray]) -> list[tuple
 
 
 def answer(output: Output, index: int) -> dict[str, Any]:
-    """What was predicted for an example, how certainly, and the truth, as text."""
     arrays = output.arrays
     if output.numeric:
         low, high, y = (float(value) for value in (*arrays["quantiles"][[0, -1], index], arrays["y"][index]))

@@ -290,7 +290,6 @@ def usefulness(output: Output) -> Verdict:
 
 
 def _alike(output: Output) -> tuple[str, str]:
-    """Why all rows are equally uncertain, and what would change it."""
     if not output.numeric:
         return ("The stated probability of the answer is the same for all rows.", "An ensemble or a sampler adds disagreement.")
     varying = "likelihood heteroscedastic adds noise that varies."

@@ -50,7 +50,6 @@ class Stacked(Method):
         return replace(self.method.traits, shares_batches=True)
 
     def one(self, model: Model, k: int) -> tuple[Method, Model]:
-        """Member k: its method and its model."""
         recipe = applied(Recipe(self.method, model.prior, model.temperature), self.settings[k])
         return recipe.method, model.with_settings(recipe.prior, recipe.temperature)
 
@@ -112,7 +111,6 @@ class Stacked(Method):
         return concatenate([self.method.kept(model, run, index(state.inner, k)) for k in range(self.members)])
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        """The members' posteriors, as the parts of a mixture."""
         parts = []
         for k in range(self.members):
             method, member = self.one(model, k)
@@ -151,7 +149,6 @@ class Alone(Method):
         return tuple(Under(stage, self) for stage in _with_settings(self.method, self.settings).stages())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        """The only part of a mixture."""
         method, member = self.recipe(model)
         return MixturePosterior.of(self, model, fitted, [method.posterior(member, run, fitted)])
 
