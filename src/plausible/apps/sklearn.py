@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -290,7 +289,7 @@ def _flag(standardise: Any) -> bool:
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
-    return operator.index(value)
+    return int(value)
 
 
 def _as_seed(random_state: Any) -> int:
@@ -298,7 +297,7 @@ def _as_seed(random_state: Any) -> int:
     if isinstance(random_state, Integral) and not isinstance(random_state, bool):
         if random_state < 0:
             raise ValueError(f"random_state must be at least 0, a RandomState or None, got {random_state!r}")
-        return operator.index(random_state)
+        return int(random_state)
     return int(check_random_state(random_state).randint(2**31 - 1))
 
 

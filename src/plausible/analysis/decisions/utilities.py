@@ -87,7 +87,9 @@ def decide(
     the cost. For 0/1 utilities that is 1 − max p > cost (Chow 1970). Rejecting at a utility of its own is a further row of
     the matrix.
     """
-    cost = None if reject is None else _cost(reject)
+    if reject is not None and (isinstance(reject, bool) or not isinstance(reject, Real) or not 0 <= reject < math.inf):
+        raise ValueError(f"reject must be the cost of rejecting an input, a finite number of at least 0, got {reject!r}")
+    cost = None if reject is None else float(reject)
     if _numeric(predictive, outcomes):
         return _sampled_decision(_Samples.of(predictive, utility, actions, samples, seed), cost)
     probs = mean_probabilities(predictive)
@@ -308,9 +310,3 @@ def _actions(actions: Any) -> tuple[Any, ...]:
     if not names:
         raise ValueError("actions is empty: there must be at least one action")
     return names
-
-
-def _cost(reject: Any) -> float:
-    if isinstance(reject, bool) or not isinstance(reject, Real) or not 0 <= float(reject) < math.inf:
-        raise ValueError(f"reject must be the cost of rejecting an input, a finite number of at least 0, got {reject!r}")
-    return float(reject)

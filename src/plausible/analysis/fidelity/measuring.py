@@ -90,7 +90,11 @@ def fidelity(
     if x is None:
         raise ValueError("x is missing: pass the inputs to compare at, or data=(x, y), whose inputs are taken then")
     one, two = Side.of(posterior, x, draws, seed, "posterior"), Side.of(reference, x, draws, seed, "reference")
-    _check_converged(reference, x)
+    chains = isinstance(reference, DrawsPosterior) and reference.chains > 1
+    # Chains that disagree are no truth, and everything looks as good as they are.
+    if chains and (ratio := reference.diagnostics(x).get("rhat", math.nan)) > 1.05:
+        noisy = "it is no truth to be held against, and its own noise, the floor, is large; run it longer"
+        log.warning("the chains of the reference do not agree on f(x) (R̂ %.2f): %s", ratio, noisy)
     parts = _compared(one, two, y)
     split = two.halves() if floor else None
     floors = _compared(*split, y) if split is not None else {}
@@ -114,15 +118,6 @@ def fidelity(
         posterior=posterior.method_name,
         reference=reference.method_name,
     )
-
-
-def _check_converged(reference: Posterior, x: Any) -> None:
-    """Warn of chains that do not agree with each other: a reference that is no truth makes everything look as good as itself."""
-    if isinstance(reference, DrawsPosterior) and reference.chains > 1:
-        ratio = reference.diagnostics(x).get("rhat", math.nan)
-        if ratio > 1.05:
-            noisy = "it is no truth to be held against, and its own noise, the floor, is large; run it longer"
-            log.warning("the chains of the reference do not agree on f(x) (R̂ %.2f): %s", ratio, noisy)
 
 
 def _compared(one: Side, two: Side, y: Any) -> dict[str, Measure]:
@@ -292,7 +287,11 @@ def _check(posterior: Any, reference: Any) -> None:
 def regions_of(asked: Any, data: Data | None, seed: int) -> dict[str, Any]:
     """The regions asked for, or those found in data that are arrays."""
     if asked is not None:
-        return regions.given(asked)
+        if not isinstance(asked, dict) or not all(isinstance(name, str) for name in asked):
+            raise TypeError(f"regions must be a dictionary from names to inputs, got {type(asked).__name__}")
+        if not asked:
+            raise ValueError("regions is empty: leave it out, or name at least one, such as {'between': x}")
+        return dict(asked)
     inputs = data.all().x if isinstance(data, ArrayData) else None
     if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.ndim > 1 and num_rows(inputs) > 1:
         return regions.find(inputs.cpu(), seed)

@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import tarfile
@@ -83,23 +84,28 @@ def ensure(entry: Entry, files: Iterable[File] | None = None, progress: bool | N
 
 
 def _advice(entry: Entry, absent: list[File], reasons: list[str], hint: str) -> str:
-    names = ", ".join(file.path for file in absent)
+    names, folder = ", ".join(file.path for file in absent), places.data_folder()
+    first = "the data folder (PLAUSIBLE_DATA is not set)"
+    if folder is not None:
+        first = f"PLAUSIBLE_DATA ({folder}{'' if folder.is_dir() else ', which is not a folder'})"
     are, them, name = ("are", "them", "these names") if len(absent) > 1 else ("is", "it", "this name")
     elsewhere = f", or run `plausible data get {entry.name}` on a machine with network and copy its cache folder here"
     if any(file.source is None for file in absent):
         elsewhere = ""
     return (
-        f"data set {entry.name!r} is not here: {names} {are} in neither {places.looked_in()}, and cannot be downloaded "
-        f"({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds {them} under {name}{elsewhere}{hint and f'; {hint}'}"
+        f"data set {entry.name!r} is not here: {names} {are} in neither {first} nor the cache ({places.cache_folder()}), and "
+        f"cannot be downloaded ({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds {them} under {name}"
+        f"{elsewhere}{hint and f'; {hint}'}"
     )
 
 
 def _obtain(files: list[File], bar: Bar) -> list[str]:
     """Download what can be downloaded; returns the reasons for the rest."""
-    if places.offline():
+    if os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0"):
         return ["PLAUSIBLE_OFFLINE is set"]
     reasons: list[str] = []
-    if (mirror := places.mirror()) is not None:
+    # A mirror has the layout of the data folder, and is asked before the public origins.
+    if mirror := os.environ.get("PLAUSIBLE_MIRROR", "").rstrip("/"):
         for file in files:
             _direct(file, (f"{mirror}/{file.path}",), bar, reasons)
     left = [file for file in files if places.find(file) is None]

@@ -28,15 +28,6 @@ def cache_folder() -> Path:
     return folders.cache_folder() / "data"
 
 
-def offline() -> bool:
-    return os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0")
-
-
-def mirror() -> str | None:
-    """`PLAUSIBLE_MIRROR`: an address with the layout of the data folder, asked before the public origins."""
-    return os.environ.get("PLAUSIBLE_MIRROR", "").rstrip("/") or None
-
-
 def find(file: File) -> Found | None:
     """A file where it is first found, packed or unpacked."""
     roots: list[tuple[Path | None, Place]] = [(data_folder(), "data folder"), (cache_folder(), "cache")]
@@ -49,12 +40,3 @@ def find(file: File) -> Found | None:
 
 def missing(entry: Entry) -> tuple[File, ...]:
     return tuple(file for file in entry.files if find(file) is None)
-
-
-def looked_in() -> str:
-    folder = data_folder()
-    if folder is None:
-        first = "the data folder (PLAUSIBLE_DATA is not set)"
-    else:
-        first = f"PLAUSIBLE_DATA ({folder}{'' if folder.is_dir() else ', which is not a folder'})"
-    return f"{first} nor the cache ({cache_folder()})"

@@ -27,6 +27,8 @@ from plausible.posteriors.predictive import Predictive
 EXAMPLES = 6
 """How many of the least and of the most certain examples are kept in full."""
 
+EARLY = ("task", "data", "inputs", "method", "network", "likelihood", "prior")
+LATE = ("time", "interrupted", "versions")
 MANY_OUTPUTS = 12  # more targets than this are judged together
 _TRACED, _JUDGED = 4, 50  # inputs whose function values are kept, and whose convergence is looked at
 _TRAINING_POINTS = 500  # under a band
@@ -89,9 +91,11 @@ def collect(
         if axis is not None and outputs[0].numeric:
             outputs = tuple(_with_bands(outputs, restore(posterior.predict(axis.inputs)), axis))
     diagnostics, traces = _followed(posterior, x if traced is None else traced)
+    told = {**_facts(posterior, method), **(facts or {})}
+    middle = [name for name in told if name not in EARLY + LATE]
     return Findings(
         title=title or f"{method.partition('(')[0]} posterior",
-        facts=_in_order({**_facts(posterior, method), **(facts or {})}),
+        facts={name: told[name] for name in (*EARLY, *middle, *LATE) if name in told},
         data=tuple(data),
         notes=tuple(notes),
         outputs=outputs,
@@ -255,14 +259,6 @@ def _facts(posterior: Posterior, method: str) -> dict[str, str]:
         facts["interrupted"] = "yes: the fit was stopped before its planned end"
     versions = f"plausible {plausible.__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
     return facts | {"versions": versions}
-
-
-def _in_order(facts: Mapping[str, str]) -> dict[str, str]:
-    """What it is about first, how it was made last."""
-    early = ("task", "data", "inputs", "method", "network", "likelihood", "prior")
-    late = ("time", "interrupted", "versions")
-    middle = [name for name in facts if name not in early + late]
-    return {name: facts[name] for name in (*early, *middle, *late) if name in facts}
 
 
 def _array(value: Tensor) -> np.ndarray:

@@ -59,7 +59,11 @@ def verdicts(output: Output) -> list[Verdict]:
         return []
     if output.numeric:
         return [coverage(output), shape(output), skill(output), usefulness(output)]
-    return [*of_classes(output), usefulness(output)]
+    probs = output.arrays["probs"].astype(np.float64)
+    probs = probs / probs.sum(-1, keepdims=True)
+    confidence, right = probs.max(-1), probs.argmax(-1) == output.arrays["y"]
+    judged_classes = [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right)]
+    return [*judged_classes, usefulness(output)]
 
 
 def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
@@ -200,14 +204,6 @@ def _doubt(ahead: bool, count: int, rival: str, subject: str) -> Verdict:
         left = f"{plural(count)} {'leaves' if count == 1 else 'leave'} it open"
         return Verdict("unclear", f"{subject} not shown to be better than {rival}; {left}.", "", _LEARN)
     return Verdict("bad", f"{subject} no better than {rival}.", "", _LEARN)
-
-
-def of_classes(output: Output) -> list[Verdict]:
-    """Stated confidence against hits, the calibration error against that of chance, accuracy against the largest class."""
-    probs = output.arrays["probs"].astype(np.float64)
-    probs = probs / probs.sum(-1, keepdims=True)
-    confidence, right = probs.max(-1), probs.argmax(-1) == output.arrays["y"]
-    return [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right)]
 
 
 def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
