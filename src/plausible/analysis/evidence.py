@@ -124,6 +124,7 @@ class Comparison:
                     f"{first.model.output_shape}, {name} {other.likelihood} of {other.model.output_shape}"
                 )
         chosen = {name: self.posteriors[name] for name in parts}
+        # Each model converts inputs to its own type and device.
         inputs = {name: posterior.inputs(x) for name, posterior in chosen.items()}
 
         def source(rows: slice) -> Draws:
@@ -201,6 +202,7 @@ def compare(
     logs = {name: _log_evidence(name, posterior) + copies[name] for name, posterior in named.items()}
     top = max(logs.values())
     with_prior = {name: value + (math.log(priors[name]) if priors[name] else -math.inf) for name, value in logs.items()}
+    # Log evidences differ by hundreds of nats: the largest is taken out before the exponentials.
     highest = max(with_prior.values())
     total = highest + math.log(sum(math.exp(value - highest) for value in with_prior.values()))
     rows = []
@@ -321,6 +323,7 @@ def _shares(probabilities: Sequence[float], total: int) -> list[int]:
     """Whole numbers with this sum, nearest to the probabilities: by largest remainders."""
     exact = [total * p for p in probabilities]
     shares = [math.floor(value) for value in exact]
+    # Largest remainders: rounding each share on its own would not sum to the total.
     order = sorted(range(len(exact)), key=lambda k: shares[k] - exact[k])
     for k in order[: total - sum(shares)]:
         shares[k] += 1

@@ -132,6 +132,7 @@ def _sizes(posterior: Posterior) -> tuple[int, int, int, int]:
         count, size = parameters[name].numel(), parameters[name].element_size()
         left = count * float(mask.double().mean())
         weights, kept = weights + count, kept + left
+        # Kept weights are stored with a bit mask or with their indices, whichever is less; a tensor that gains nothing stays dense.
         saved += max(0.0, count * size - left * size - min(math.ceil(count / 8), 4 * left))
     return weights, round(kept), dense, round(dense - saved)
 

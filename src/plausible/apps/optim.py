@@ -105,6 +105,7 @@ class IVON(torch.optim.Optimizer):
         chosen = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         noises = self._noise([p for p, _ in chosen], kind)
         self._counts[kind] += 1
+        # Kept and put back: subtracting the noise again would round.
         held = [parameter.detach().clone() for parameter, _ in chosen]
         grads = [parameter.grad for parameter, _ in chosen]
         counts = [self.state[p]["draws"] for (p, _), grad in zip(chosen, grads) if self.state[p] and grad is not None]
@@ -151,6 +152,7 @@ class IVON(torch.optim.Optimizer):
 
     def _noise(self, parameters: list[Tensor], kind: str) -> list[Tensor]:
         """N(0, 1) for each parameter: on the CPU by key and counter, on other devices by a generator seeded with both."""
+        # Noise is a function of seed, stream and number of the draw, so that a resumed run draws what it would have drawn.
         path = (int(kind == TEST), self._counts[kind])
         like = {i: p if p.dtype == wide(p) else torch.empty_like(p, dtype=wide(p)) for i, p in enumerate(parameters)}
         here = {str(i): p for i, p in like.items() if p.device.type == "cpu"}

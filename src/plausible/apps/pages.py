@@ -104,6 +104,7 @@ def chart(draw: Callable[[Any], Any], alt: str, key: str, *, size: tuple[float, 
         "legend.frameon": False,
         "legend.labelcolor": LIGHT["soft"],
         "savefig.facecolor": "none",
+        # Text stays text: it can be read aloud, searched, and follows the fonts of the page.
         "svg.fonttype": "none",
         "svg.hashsalt": key,
     }

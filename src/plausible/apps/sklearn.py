@@ -83,6 +83,7 @@ class _BayesianNetwork(BaseEstimator):
 
     def _infer(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, likelihood: Likelihood, outputs: int) -> None:
         """`plausible.fit` on standardised inputs [N, D] and targets as the network sees them: [N, T], or classes [N]."""
+        # Weighted rows count in the moments too, so that a row of weight 2 is the same as two rows.
         self.scaler_ = _scaler(X, weight) if _flag(self.standardise) else None
         inputs, seed = self._inputs(X), _as_seed(self.random_state)
         network = self._make_network(X, outputs, seed)
@@ -356,6 +357,7 @@ def _standardised_noise(likelihood: Likelihood, scale: np.ndarray) -> Likelihood
 
 def _num_outputs(likelihood: Likelihood, targets: int) -> int:
     """How many network outputs give this many targets: the least number that the likelihood accepts."""
+    # A likelihood says what outputs become, not what it needs: the least number that fits is found by asking.
     for count in range(1, 16 * targets + 1):
         with suppress(ValueError):
             if tuple(likelihood.target_shape((1, count))) == (1, targets):

@@ -85,6 +85,7 @@ class Column:
     def levels(self) -> tuple[str, ...]:
         """The distinct values, sorted as numbers where all are integers and as text otherwise."""
         distinct = {cell for cell in self.cells if cell is not None}
+        # Codes such as 2 and 10 sort as numbers, so that classes come in the order people expect.
         if all(_INTEGER.fullmatch(cell) for cell in distinct):
             return tuple(sorted(distinct, key=lambda cell: (int(cell), cell)))
         return tuple(sorted(distinct))
@@ -328,6 +329,7 @@ class Preprocessor:
             )
         if self.missing == "refuse":
             refuse_gaps(table, self.names, "fill those cells, or fit again with missing='impute' (--missing impute)")
+        # Columns that training had complete may have gaps here: the rule of the fit decides.
         kept = complete(table, self.names) if self.missing == "drop" else np.ones(table.rows, dtype=bool)
         notes: list[str] = []
         table = table if kept.all() else table.take(kept)

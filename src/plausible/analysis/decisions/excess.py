@@ -56,11 +56,13 @@ def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     if isinstance(given, Affine | Mixture):
         return _through(given, threshold, excess, shortfall)
     if isinstance(given, distributions.Normal):
+        # Far below the threshold φ(z) and z·Φ(z) cancel, and rounding may leave a little less than 0.
         z = (given.loc - threshold) / given.scale
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         return (given.scale * (density + z * torch.special.ndtr(z))).clamp(min=0)
     if isinstance(given, StudentT):
         z, df = (threshold - given.loc) / given.scale, given.df
+        # The tail is asked for as cdf(−z) and not as 1 − cdf(z), which has no digits left far out.
         standard = StudentT(df, torch.zeros_like(df), torch.ones_like(df))
         density, tail = standard.log_prob(z).exp(), standard.cdf(-z)
         inside = (df + z * z) / (df - 1) * density - z * tail

@@ -109,6 +109,7 @@ def outcomes(predictive: Any, samples: int, seed: int) -> Tensor:
         return values.unsqueeze(1)
     need(predictive, NUMBERS, "but this is about numbers", "a utility matrix, or a callable without outcomes='numbers'")
     each = max(2, math.ceil(whole("samples", samples, 2) / predictive.num_draws))
+    # The draws of a GPU are sampled on it, so its generator is the one to be put back.
     device = predictive._draws(slice(0, 1)).outputs.device
     held = each * predictive.num_draws
     with isolated(seed, device):

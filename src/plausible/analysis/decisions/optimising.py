@@ -68,6 +68,7 @@ def probability_of_improvement(predictive: Any, best: Any, *, maximise: bool = T
         place = rows_of(level, rows, given.mean).expand(given.mean.shape[1:])
         if maximise:
             return 1 - mixture_cdf(given, place)
+        # P(y < b) of counts is F at the largest whole number below b.
         return mixture_cdf(given, place.ceil() - 1 if counts else place)
 
     return gathered(predictive, beyond, what="a probability")

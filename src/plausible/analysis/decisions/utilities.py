@@ -255,6 +255,7 @@ def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
         if cost is not None:
             yield drawn.best() - cost
 
+    # Utilities of all actions and samples may not fit into memory together: they are computed twice rather than kept.
     moments = [(values.mean((0, 1)), _spread(values)) for values in columns()]
     utilities, errors = (torch.stack(column, -1) for column in zip(*moments))
     margin, pair = _margin(utilities)
@@ -272,6 +273,7 @@ def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
 
 def _spread(values: Tensor) -> Tensor:
     """The standard error of the mean of [m, S, ...], m independent values from each of S strata."""
+    # Samples are spread evenly over the draws, so only what scatters within a draw is Monte Carlo error.
     return (values.var(0).mean(0) / (values.shape[0] * values.shape[1])).sqrt()
 
 

@@ -157,6 +157,7 @@ def _classes(one: Side, two: Side, binary: bool) -> dict[str, Measure]:
 
 
 def _numbers(one: Side, two: Side) -> Measure:
+    # Sums over all counts are exact; a grid of places is for densities, and for counts too large to list.
     places = _whole_numbers(one, two)
     if places is None:
         places = distances.places_between(one.quartiles(), two.quartiles())
@@ -181,6 +182,7 @@ def _whole_numbers(one: Side, two: Side) -> Tensor | None:
 def _wasserstein(one: Side, two: Side) -> Measure:
     f, g = one.functions(), two.functions()
     spread = g.spread()
+    # Where the reference does not move there is no unit to measure the distance in.
     moving = spread > _SMALL * (1 + (g.mean if g.mean is not None else g.draws.mean(0)).abs())  # type: ignore[union-attr]
     if not bool(moving.any()):
         return Measure.missing("the reference has no spread to measure by")
@@ -235,6 +237,7 @@ def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws:
         truth, others = _weight_draws(reference, target, draws, seed)
     except (TypeError, ValueError, NotImplementedError, KeyError):
         truth, others = mine, blocks
+    # The length comes from the reference, so that all approximations of it are measured by the same kernel.
     length = stein.median_length(truth, others) or stein.median_length(mine, blocks)
     if not length:
         return Measure.missing("neither posterior has two different draws to take a length from")
@@ -263,6 +266,7 @@ def _weight_draws(posterior: Posterior, target: ModelDensity, draws: int | None,
     positions = target.flatten(named).detach().cpu()
     _, blocks = divide(len(positions), getattr(posterior, "chains", 1) if wanted is None else 1)
     if len(positions) > STEIN:
+        # In the order of blocks, so that every chain gives its share.
         kept = blocks.argsort(stable=True)[torch.linspace(0, len(positions) - 1, STEIN).long()]
         positions, blocks = positions[kept], blocks[kept]
     return positions, blocks.unique(return_inverse=True)[1]

@@ -30,6 +30,7 @@ def find(x: Tensor, seed: int = 0) -> dict[str, Tensor]:
         return {"inside": x[:1].clone()}
     stream = random.generator(seed, 61)
     picked = torch.randperm(len(x), generator=stream)[:MOST].sort().values.to(x.device)
+    # In standard deviations, so that no column rules the distances by its unit; a constant one has none.
     units = torch.where(varies, (flat - centre) / torch.where(varies, scale, 1.0), 0.0)
     chosen = {"inside": units[picked]}
     if (gap := _between(units, varies, stream)) is not None:

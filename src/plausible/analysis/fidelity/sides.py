@@ -111,6 +111,7 @@ class Side:
             return None
         chains = int(self.chain.max()) + 1
         order = torch.arange(len(self.blocks))
+        # Halves of one chain share where it started; with several, half of the chains is the more honest rival.
         early = self.chain < chains // 2 if chains > 1 else order < len(order) // 2
         return self._part(early), self._part(~early)
 
@@ -166,6 +167,7 @@ class Side:
             return Averages(values.double().cpu()[None], torch.ones(1))
         outputs, weights = self._drawn()
         wide = {n: w.double() for n, w in weights.items()}
+        # Distribution functions of all draws at all places would not fit into memory: inputs are taken in parts.
         size = max(1, _ELEMENTS // math.prod((len(outputs), *outputs.shape[2:])))
         parts = []
         for start in range(0, outputs.shape[1], size):
@@ -202,6 +204,7 @@ def divide(count: int, chains: int) -> tuple[Tensor, Tensor]:
     row = torch.arange(count)
     chains = chains if chains > 0 and count % chains == 0 else 1
     length, chain = count // chains, row % chains
+    # Draws are stored with the chain as the fastest index, and a block must not mix chains.
     each = max(1, min(length, -(-BLOCKS // chains)))
     return chain, chain * each + (row // chains) * each // length
 

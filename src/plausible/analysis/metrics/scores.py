@@ -22,6 +22,7 @@ def log_likelihood(predictive: Any, y: Any, *, mask: Any = None) -> float:
         each = answers.probs.gather(-1, answers.labels[:, None]).squeeze(-1).log()
         return float(each.sum() / len(answers.rows.unique()))
     target, observed = predictive_targets(predictive, y, mask)
+    # The mean is over inputs with anything observed, not over all that were predicted.
     rows = observed.reshape(len(observed), -1).any(-1)
     whole = bool(observed.all())
     density = (predictive.log_prob(target) if whole else predictive._log_density(target, observed)).cpu()

@@ -129,6 +129,7 @@ def prepare(options: Options) -> Prepared:
     table = usable(table, inputs, options, notes)
     target, lines = decide(table, options.targets, options.task, options.likelihood)
     train, test = map(table.take, split(table.rows, options.test_fraction, options.seed))
+    # What is text in the whole table is text in the training rows, even where those happen to look like numbers.
     words = {name for name in inputs if table[name].kind == "text"} | set(options.categorical)
     preprocessor = Preprocessor.fit(train, inputs, missing=options.missing, categorical=words)
     encoded, held = preprocessor.transform(train), preprocessor.transform(test)

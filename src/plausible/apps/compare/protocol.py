@@ -42,6 +42,7 @@ def run(study: Study, cell: Cell) -> dict[str, Any]:
     split = raw.standardised()
     hidden = (table.hidden or 50,)
     seed = study.seed + 1000 * cell.split
+    # Peaks are those of this cell: what the process held before belongs to earlier ones.
     memory = Memory()
     began = time.perf_counter()
     candidate, tried = _chosen(study.candidate(cell.label), split, hidden, seed)

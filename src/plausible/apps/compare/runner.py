@@ -124,6 +124,7 @@ class _Worker:
 def _compute(study: Study, cells: list[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
     if not cells:
         return
+    # Not fork: the threads that torch has started do not survive it.
     context = multiprocessing.get_context("spawn")
     queue = list(reversed(cells))
     workers: dict[Connection, _Worker] = {}

@@ -113,6 +113,7 @@ def mean(values: Sequence[float]) -> Mean:
 
 def difference(ours: Sequence[float], theirs: Sequence[float], ratio: float, higher: bool) -> Difference:
     """The paired difference ours − theirs over splits with test rows per training row `ratio`, judged at 5 %, two-sided."""
+    # Two scores of −∞ are equal, and their difference would be NaN.
     gaps = [0.0 if a == b else a - b for a, b in zip(ours, theirs, strict=True)]
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
         return Difference(sum(gaps) / len(gaps) if gaps else math.nan, math.nan, len(gaps), "")

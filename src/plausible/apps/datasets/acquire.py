@@ -198,6 +198,7 @@ def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> 
 def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
     """Single files → one archive, as it is in the data folder."""
     packed = io.BytesIO()
+    # Without name and time of packing, the same members make the same bytes.
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for number, (name, url) in enumerate(source.members, 1):
             try:

@@ -151,6 +151,7 @@ def rank(
     place = order[0] if quantity is None else quantity
     drawn = chosen_quantity(values, place)
     size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(drawn))[..., None])[0])
+    # The band is that of independent draws, so neighbours in a chain are thinned out first.
     step = max(1, round(drawn.size / size)) if np.isfinite(size) else 1
     drawn = drawn[:, :: max(min(step, max(1, drawn.shape[1] // 10)), -(-drawn.size // DRAWS))]
     chains, count = drawn.shape

@@ -225,6 +225,7 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     flat = double(chains.flatten(2))[0].cpu()
     traces = {"values": _array(chains[:, :, spread, 0]), "inputs": chosen[spread].numpy()}
     if bool(torch.isfinite(flat).all()):
+        # R̂ and effective sizes of some 200 quantities say as much as those of all.
         flat = flat[..., :: max(1, flat.shape[-1] // 200)]
         flat = flat[..., (flat.amax((0, 1)) > flat.amin((0, 1)))]
         if flat.shape[-1]:

@@ -131,6 +131,7 @@ class Findings:
         for index, output in enumerate(self.outputs):
             named |= {f"{index}/{name}": array for name, array in output.arrays.items()}
             named |= {f"{index}/band/{name}": array for name, array in output.band.items()}
+        # The JSON is written last, with the checksum of the tensors: without it the folder has no findings.
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
         outputs = [{k: v for k, v in vars(output).items() if k not in ("arrays", "band")} for output in self.outputs]
         content = {"format": FORMAT} | {k: v for k, v in vars(self).items() if k != "traces"} | {"outputs": outputs}

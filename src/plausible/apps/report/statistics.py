@@ -50,6 +50,7 @@ def hits(probabilities: np.ndarray, count: int) -> Test:
     expected, variance = float(p.sum()), float((p * (1 - p)).sum())
     if len(p) <= _EXACT_UP_TO:
         law = np.zeros(len(p) + 1)
+        # Trial by trial the law of the sum is exact, where a normal approximation of few unequal trials is not.
         law[0] = 1.0
         for number, chance in enumerate(p, start=1):
             law[1 : number + 1] = law[1 : number + 1] * (1 - chance) + law[:number] * chance
@@ -95,11 +96,13 @@ def spread(values: np.ndarray) -> Test:
     squares, weights = _quadrature()
 
     def cumulants(t: float) -> tuple[float, float, float]:
+        # The largest exponent is taken out: t goes to ±2,000.
         tilted = weights * np.exp(t * squares - max(t, 0.0))
         total = float(tilted.sum())
         mean = float((tilted * squares).sum()) / total
         return math.log(total) + max(t, 0.0), mean, float((tilted * (squares - mean) ** 2).sum()) / total
 
+    # K' grows with t, so halving the interval cannot miss the saddlepoint.
     low, high = -2000.0, 2000.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -170,6 +173,7 @@ def chance_ece(confidence: np.ndarray, bins: int = 15, level: float = 0.99, roun
     stated = np.bincount(place, confidence, bins)
     random = np.random.default_rng(seed)
     errors = np.empty(rounds)
+    # One round at a time: all of them at once would be `rounds`·N numbers in memory.
     for index in range(rounds):
         right = np.bincount(place, random.random(len(confidence)) < confidence, bins)
         errors[index] = np.abs(right - stated).sum() / len(confidence)

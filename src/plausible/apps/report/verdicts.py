@@ -144,6 +144,7 @@ def shape(output: Output) -> Verdict:
     Narrow predictions spread u further than 1/√12, and its mean with it: that is allowed for before a bias is claimed.
     """
     values, count = output.arrays["pit"], output.count
+    # Intervals that are too narrow spread u, and its mean with it; that alone is no bias.
     deviation = max(1 / math.sqrt(12), float(values.std()))
     lean = normal(float(values.mean() - 0.5) * math.sqrt(count) / deviation).among(TESTS)
     _, number_inside, around = widths(output)
@@ -187,6 +188,7 @@ def skill(output: Output) -> Verdict:
     if not baseline.any():
         return Verdict("plain", f"The typical error (RMSE) is {number(rmse)}; all held-out targets are the same.")
     explained = 1 - float(losses.mean() / baseline.mean())
+    # A few large errors rule the mean of squares, and signs ignore sizes: either may show what the other misses.
     tests = [test(losses, baseline).among(2) for test in (improvement, signs)]
     if explained > 0 and any(test.supported and test.direction > 0 for test in tests):
         return Verdict(

@@ -238,6 +238,7 @@ def _parts(group: list[Settings], size: int) -> list[list[Settings]]:
 def _told(network: nn.Module, data: Any, validation: Any, likelihood: Any, score: Any, settings: Mapping[str, Any]) -> Any:
     """What else a stored group depends on: starting weights, training and validation data, likelihood, score, settings of `fit`."""
     digest = hashlib.sha256()
+    # All settings start at these weights: another start is another sweep.
     for name, value in network.state_dict().items():
         digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     parts: list[str | None] = []

@@ -72,6 +72,7 @@ class Stacked(Method):
         for k in range(self.members):
             method, member = self.one(model, k)
             states.append(method.start(member, run, random.fold(key, k)))
+            # The first state says what all of them will need, before they are made.
             if k == 0:
                 held = self.members * (2 * num_bytes(states[0]) + 3 * num_bytes(model.initial))
                 require_memory(held, key.device, f"{self.members} settings of one network; use fewer at once (at_once=…)")
@@ -206,5 +207,6 @@ def _finite_means(info: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean of each term over the members for which it is finite, and how many members are not."""
     finite = torch.stack([torch.isfinite(value) for value in info.values()]).all(0)
     count = finite.sum().clamp_min(1)
+    # A member that diverged must not hide what the others log.
     means = {name: torch.where(finite, value, torch.zeros_like(value)).sum() / count for name, value in info.items()}
     return means | {"diverged": (~finite).sum().to(count.dtype).float()}
