@@ -93,9 +93,9 @@ def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet
     if not quiet:
         show(study, summary, published=published)
         note(f"results in {out / 'results.json'}, {written}")
-    failures = [(row.dataset, row.label, text) for row in summary.rows for text in row.failures]
-    for dataset, label, text in failures[:5]:
-        note(f"failed: {label} on {dataset}, {text}")
+    failures = [f"failed: {row.label} on {row.dataset}, {text}" for row in summary.rows for text in row.failures]
+    for line in failures[:5]:
+        note(line)
     if len(failures) > 5:
         note(f"and {len(failures) - 5} more; see results.json")
     return not failures

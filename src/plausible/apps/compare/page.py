@@ -44,13 +44,9 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
 def _section(study: Study, summary: Summary, dataset: str, published: bool) -> dict[str, Any]:
     rows = [row for row in summary.rows if row.dataset == dataset]
     theirs = study.published.get(dataset, {}) if published and study.kind == "random" else {}
-    ours = [(row.label, row.metrics["log_likelihood"][:2], False) for row in rows if row.metrics]
-    others = [(name, tuple(result["log_likelihood"]), True) for name, result in theirs.items() if "log_likelihood" in result]
-    points = [
-        (name, value, 0.0 if math.isnan(error) else error, old)
-        for name, (value, error), old in [*ours, *others]
-        if math.isfinite(value)
-    ]
+    dots = [(row.label, *row.metrics["log_likelihood"][:2], False) for row in rows if row.metrics]
+    dots += [(name, *result["log_likelihood"], True) for name, result in theirs.items() if "log_likelihood" in result]
+    points = [(name, at, 0.0 if math.isnan(error) else error, old) for name, at, error, old in dots if math.isfinite(at)]
     return {
         "name": dataset,
         "splits": max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0),

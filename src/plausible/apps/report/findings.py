@@ -145,11 +145,9 @@ class Findings:
 
         where = folder / RECORD
         content = read_json(where)
-        if content.get("format") != FORMAT:
-            raise ValueError(
-                f"{where} has format {content.get('format')!r}, this version of plausible reads format {FORMAT}; fit again "
-                "or use the version that wrote it"
-            )
+        if (written := content.get("format")) != FORMAT:
+            known = f"has format {written!r}, this version of plausible reads format {FORMAT}"
+            raise ValueError(f"{where} {known}; fit again or use the version that wrote it")
         tensors = read_tensors(folder / TENSORS, str(content.get("tensors_sha256")))
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         try:

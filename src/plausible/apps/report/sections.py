@@ -59,26 +59,21 @@ def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> 
 
 def unjudged(findings: Findings) -> Verdict:
     """Why there is no verdict: nothing was held out, or what was found there is lost, or only its scores are left."""
+    headline, advice = "There is nothing to judge the predictions by.", ""
     if not findings.outputs:
         why = (
             "No rows were held out of training (--test-fraction 0), so nothing can be said about how good the predictions are. "
             "Scores on training rows would flatter them, and are not shown."
         )
     elif any(output.metrics for output in findings.outputs):
-        why = (
-            "The held-out predictions of this run were not stored, so only its scores can be shown. Fit it again to see "
-            "calibration and examples."
-        )
+        why = "The held-out predictions of this run were not stored, so only its scores can be shown. "
+        why += "Fit it again to see calibration and examples."
     else:
-        held = findings.facts.get("held-out examples", "some")
-        return Verdict(
-            "unclear",
-            "The scores of this run are missing.",
-            f"Rows were held out of training ({held}), but neither their predictions (evidence.json) nor their scores "
-            "(metrics.json) are in the folder of the run.",
-            "Bring the files back, or fit again.",
-        )
-    return Verdict("unclear", "There is nothing to judge the predictions by.", why)
+        headline, advice = "The scores of this run are missing.", "Bring the files back, or fit again."
+        held = f"Rows were held out of training ({findings.facts.get('held-out examples', 'some')})"
+        files = "neither their predictions (evidence.json) nor their scores (metrics.json)"
+        why = f"{held}, but {files} are in the folder of the run."
+    return Verdict("unclear", headline, why, advice)
 
 
 def scores(findings: Findings) -> dict[str, Any] | None:
@@ -163,16 +158,12 @@ def _table(output: Output, answers: Sequence[Mapping[str, Any]]) -> dict[str, An
     level = f"{100 * (QUANTILES[-1] - QUANTILES[0]):.0f} %"
     said = (f"predicted ({level} interval)", "std") if output.numeric else ("predicted", "entropy")
     miss = "outside" if output.numeric else "wrong"
-    rows = [
-        (
-            str(each["row"]),
-            each["predicted"],
-            each["uncertain"],
-            Markup('{} <span class="miss">({})</span>').format(each["truth"], miss) if each["missed"] else each["truth"],
-            *(cell(str(each["cells"].get(name, ""))) for name in columns),
-        )
-        for each in answers
-    ]
+    rows = []
+    for each in answers:
+        missed = Markup('{} <span class="miss">({})</span>').format(each["truth"], miss)
+        cells = [cell(str(each["cells"].get(name, ""))) for name in columns]
+        truth = missed if each["missed"] else each["truth"]
+        rows.append((str(each["row"]), each["predicted"], each["uncertain"], truth, *cells))
     return {"heads": ("row", *said, "truth", *columns), "rows": rows}
 
 

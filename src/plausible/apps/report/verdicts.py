@@ -326,15 +326,11 @@ def epistemic_share(findings: Findings) -> float | None:
 def collapse(findings: Findings) -> list[Verdict]:
     """No epistemic uncertainty: by design with one draw, an alarm with more."""
     if findings.draws == 1:
-        return [
-            Verdict(
-                "plain",
-                "This method keeps one set of weights and has no epistemic uncertainty.",
-                "All stated uncertainty is noise in the data: far from the training rows predictions are as certain as among "
-                "them.",
-                "Where that matters use an ensemble or a sampler: --method ensemble.",
-            )
-        ]
+        single = "This method keeps one set of weights and has no epistemic uncertainty."
+        why = (
+            "All stated uncertainty is noise in the data: far from the training rows predictions are as certain as among them."
+        )
+        return [Verdict("plain", single, why, "Where that matters use an ensemble or a sampler: --method ensemble.")]
     share = epistemic_share(findings)
     if share is None:
         return []
@@ -385,11 +381,7 @@ def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[
     noise = float(np.median(np.abs(np.diff(values[-2 * fifth :])))) if fifth > 1 else 0.0
     if not (total > 0 and gained > rise * total and gained > 2 * noise):
         return []
-    return [
-        Verdict(
-            "unclear",
-            f"Training may not have finished: {name.replace('_', ' ')} was still rising.",
-            f"The last fifth of the epochs brought {percent(gained / total)} of the whole gain.",
-            "Train longer (--epochs) or with a larger learning rate, and see whether held-out scores improve.",
-        )
-    ]
+    rising = f"Training may not have finished: {name.replace('_', ' ')} was still rising."
+    share = f"The last fifth of the epochs brought {percent(gained / total)} of the whole gain."
+    longer = "Train longer (--epochs) or with a larger learning rate, and see whether held-out scores improve."
+    return [Verdict("unclear", rising, share, longer)]
