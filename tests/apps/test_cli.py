@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import plausible as pl
 from plausible import metrics
-from plausible.apps import responses
-from plausible.apps.cli import app, files, prediction, settings, training
+from plausible.apps import assembling, responses
+from plausible.apps.cli import app, files, prediction, training
 from plausible.apps.tables import Table
 
 FAST = ("--epochs", "2", "--hidden", "5", "--quiet")
@@ -243,11 +243,11 @@ def test_standardised_targets_come_from_the_training_rows():
 
 
 def test_settings_reach_the_method_inside():
-    made = settings.build("ensemble", {"epochs": 3, "lr": None}, ["members=2", "optimiser=sgd"])
+    made = assembling.build("ensemble", {"epochs": 3, "lr": None}, ["members=2", "optimiser=sgd"])
     assert (made.members, made.method.epochs, type(made.method.optimiser).__name__) == (2, 3, "SGD")
-    chains = settings.build("ensemble", {"epochs": 3}, ["method=sgld", "method.temperature=0.5", "init=prior"])
+    chains = assembling.build("ensemble", {"epochs": 3}, ["method=sgld", "method.temperature=0.5", "init=prior"])
     assert (type(chains.method).__name__, chains.method.temperature, chains.init) == ("SGLD", 0.5, "prior")
-    plain = settings.build("map", {}, ["batch-size=none", 'lr={"type": "schedules.Constant", "value": 0.1}'])
+    plain = assembling.build("map", {}, ["batch-size=none", 'lr={"type": "schedules.Constant", "value": 0.1}'])
     assert plain.batch_size is None
     assert type(plain.lr).__name__ == "Constant"
 

@@ -103,10 +103,9 @@ def test_the_page_stands_alone(quick):
 @pytest.mark.slow
 def test_every_method_is_shown_and_a_failing_one_stops_nothing(quick):
     words, printed = " ".join(quick.page.words), quick.result.stdout
-    for problem in (demo.regression(0, True), demo.digits(0, True)):
-        labels = [entry.label for entry in demo.entries(problem.known)]
-        assert len(labels) == len(problem.known)
-        for label in labels:
+    for problem in (demo.Regression(0, True), demo.Digits(0, True)):
+        assert len(problem.entries) >= 7
+        for label in (entry.label for entry in problem.entries):
             assert f"{problem.key}: {label}, " in printed
             assert label in words
     assert printed.count("broken failed: RuntimeError: no luck with a < b") == 2
@@ -134,7 +133,7 @@ def test_scores_of_classes_agree_with_scikit_learn():
     truth[::3] = torch.randint(10, (67,), generator=generator)
     predictive = pl.Predictive.from_functions(draws, pl.likelihoods.Categorical())
     posterior = SimpleNamespace(predict=lambda x: predictive)
-    values, arrays = demo._judge_digits(SimpleNamespace(test=(None, truth)), posterior)
+    values, arrays = demo.Digits.judge(SimpleNamespace(test=(None, truth)), posterior)
     assert values["log_likelihood"] == pytest.approx(-log_loss(truth, arrays["probs"], labels=range(10)))
     assert values["found"] == pytest.approx(roc_auc_score(arrays["wrong"], arrays["entropy"]))
     assert values["error"] == pytest.approx(arrays["wrong"].mean())

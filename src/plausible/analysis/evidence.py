@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from plausible.analysis.tables import plain_text, rich_table
 from plausible.blocks.curvature.tuning import Evidence
 from plausible.core.data import num_rows, take
 from plausible.posteriors.base import Posterior, check_draws
@@ -33,22 +34,8 @@ DRAWS = 1000
 """How many draws of functions a model average has by default."""
 
 ODD = (nn.Tanh, nn.Softsign, nn.Hardtanh, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink)
-EVEN_HANDED = (
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.SELU,
-    nn.CELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.ReLU6,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.LogSigmoid,
-)
+RECTIFIERS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.ReLU6, nn.Hardswish, nn.Softplus)
+SIGMOIDS = (nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid)
 PASSING = (nn.Identity, nn.Dropout, nn.Flatten)
 
 
@@ -86,19 +73,6 @@ class Row:
         """What to keep in mind about the number."""
         words = ["lower bound"] if self.bound else [] if self.error is None else [f"± {self.error:.2g}"]
         return ", ".join([*words, f"given {self.points:,} points"] if self.points else words)
-
-
-HEADS = (
-    "model",
-    "log evidence",
-    "log likelihood",
-    "log Occam factor",
-    "weights",
-    "determined",
-    "log Bayes factor",
-    "probability",
-    "evidence against",
-)
 
 
 class Comparison:
@@ -150,6 +124,7 @@ class Comparison:
                     f"{first.model.output_shape}, {name} {other.likelihood} of {other.model.output_shape}"
                 )
         chosen = {name: self.posteriors[name] for name in parts}
+        # Each model converts inputs to its own type and device.
         inputs = {name: posterior.inputs(x) for name, posterior in chosen.items()}
 
         def source(rows: slice) -> Draws:
@@ -165,62 +140,40 @@ class Comparison:
         count = num_rows(next(iter(inputs.values())))
         return Predictive(first.likelihood, source, num_inputs=count, num_draws=total, output_shape=first.model.output_shape)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Shown
-
     def to_records(self) -> list[dict[str, Any]]:
-        """Plain data, a dictionary for each model."""
         return [asdict(row) for row in self.rows]
 
-    def _cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
         """The heads and the cells of the table; columns that no row has anything in are left out."""
-        rows = []
-        for row in self.rows:
-            against = "–" if row.log_bayes_factor == 0 else row.verdict
-            rows.append(
-                (
-                    row.name,
-                    _signed(row.log_evidence),
-                    _signed(row.log_likelihood),
-                    _signed(row.log_occam),
-                    f"{row.weights:,}",
-                    "" if row.effective is None else f"{row.effective:.1f}",
-                    _signed(row.log_bayes_factor),
-                    _probability(row.probability),
-                    against,
-                    f"+{row.log_symmetries:.1f}" if row.log_symmetries else "",
-                    row.note,
-                )
-            )
-        heads = (*HEADS, "log symmetries", "note")
-        kept = [k for k in range(len(heads)) if any(row[k] for row in rows)]
-        return tuple(heads[k] for k in kept), [tuple(row[k] for k in kept) for row in rows]
+        rows = [
+            {
+                "model": row.name,
+                "log evidence": _signed(row.log_evidence),
+                "log likelihood": _signed(row.log_likelihood),
+                "log Occam factor": _signed(row.log_occam),
+                "weights": f"{row.weights:,}",
+                "determined": "" if row.effective is None else f"{row.effective:.1f}",
+                "log Bayes factor": _signed(row.log_bayes_factor),
+                "probability": _probability(row.probability),
+                "evidence against": "–" if row.log_bayes_factor == 0 else row.verdict,
+                "log symmetries": f"+{row.log_symmetries:.1f}" if row.log_symmetries else "",
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        heads = [head for head in rows[0] if any(row[head] for row in rows)]
+        return heads, [[row[head] for head in heads] for row in rows]
 
     def to_markdown(self) -> str:
-        """The table in Markdown."""
         heads, rows = self._cells()
         lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
     def __rich__(self) -> Table:
-        from rich import box
-        from rich.table import Table
-
-        heads, rows = self._cells()
-        table = Table(box=box.SIMPLE_HEAD)
-        for head in heads:
-            table.add_column(head, justify="left" if head in ("model", "evidence against", "note") else "right")
-        for row in rows:
-            table.add_row(*row)
-        return table
+        return rich_table(*self._cells(), words=("model", "evidence against", "note"))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=200, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self.__rich__())
-        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+        return plain_text(self.__rich__())
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} models: {self.best} has probability {self.rows[0].probability:.3g}>"
@@ -235,9 +188,8 @@ def compare(
     """p(M | D) = p(D | M) p(M) / Σ p(D | M′) p(M′) for models of the same data, from their `log_evidence`.
 
     posteriors: by name, or in a row (then they are called after their methods and numbers: "Laplace 1"). Laplace approximations
-    have
-        an estimate of log p(D) with its Occam factor; variational methods have lower bounds, by which a model looks worse than
-        it is, and the more so the cruder its family: the table says which is which.
+        have an estimate of log p(D) with its Occam factor; variational methods have lower bounds, by which a model looks worse
+        than it is, and the more so the cruder its family: the table says which is which.
     prior_probabilities: p(M), equal by default; they sum to 1.
     symmetries: add `log_symmetries` of each network, the number of modes that are copies of the one that was found.
 
@@ -250,11 +202,14 @@ def compare(
     logs = {name: _log_evidence(name, posterior) + copies[name] for name, posterior in named.items()}
     top = max(logs.values())
     with_prior = {name: value + (math.log(priors[name]) if priors[name] else -math.inf) for name, value in logs.items()}
+    # Log evidences differ by hundreds of nats: the largest is taken out before the exponentials.
     highest = max(with_prior.values())
     total = highest + math.log(sum(math.exp(value - highest) for value in with_prior.values()))
     rows = []
     for name, posterior in named.items():
         parts: Evidence | None = getattr(posterior, "evidence", None)
+        model, estimated = posterior.model, "log_evidence_error" in posterior.run
+        points = [n for n in model.points if not n.startswith("likelihood.")]
         rows.append(
             Row(
                 name,
@@ -262,15 +217,13 @@ def compare(
                 logs[name] - top,
                 math.exp(with_prior[name] - total),
                 verdict(logs[name] - top),
-                weights=sum(posterior.model.initial[n].numel() for n in posterior.model.random),
+                weights=sum(model.initial[n].numel() for n in model.random),
                 log_likelihood=None if parts is None else float(parts.log_likelihood),
                 log_occam=None if parts is None else float(parts.log_occam),
                 effective=getattr(posterior, "effective", None),
                 log_symmetries=copies[name],
-                bound=parts is None and "log_evidence_error" not in posterior.run,  # with a standard error: an estimate
-                points=sum(
-                    posterior.model.initial[n].numel() for n in posterior.model.points if not n.startswith("likelihood.")
-                ),
+                bound=parts is None and not estimated,
+                points=sum(model.initial[n].numel() for n in points),
                 error=posterior.run.get("log_evidence_error"),
             )
         )
@@ -287,26 +240,21 @@ def log_symmetries(network: nn.Module) -> float:
     """
     layers = [module for module in network.modules() if not list(module.children())]
     widths: list[tuple[int, bool]] = []
-    width: int | None = None
+    width, known = None, True
     for module in layers:
         if isinstance(module, nn.Linear):
             width = module.out_features
-        elif isinstance(module, (*ODD, *EVEN_HANDED)):
+        elif isinstance(module, (*ODD, *RECTIFIERS, *SIGMOIDS)):
             if width is not None:
                 widths.append((width, isinstance(module, ODD)))
         elif not isinstance(module, PASSING):
-            width = -1
-            break
-    if width == -1 or (list(network.children()) and not isinstance(network, nn.Sequential)):
+            known = False
+    if not known or (list(network.children()) and not isinstance(network, nn.Sequential)):
         raise ValueError(
             f"the symmetries of a {type(network).__name__} are not known, only those of an nn.Sequential of linear layers and "
             "activations; use symmetries=False"
         )
     return sum(math.lgamma(size + 1) + (size * math.log(2.0) if odd else 0.0) for size, odd in widths)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was given, checked
 
 
 def _named(posteriors: Any) -> dict[str, Posterior]:
@@ -315,13 +263,10 @@ def _named(posteriors: Any) -> dict[str, Posterior]:
         if len(named) != len(posteriors):
             raise ValueError(f"posteriors has names that are the same as text: {', '.join(map(repr, posteriors))}")
     elif isinstance(posteriors, Sequence) and not isinstance(posteriors, str):
-        named = {
-            f"{getattr(posterior, 'method_name', posterior)} {k}": posterior for k, posterior in enumerate(posteriors, start=1)
-        }
+        named = {f"{getattr(each, 'method_name', each)} {k}": each for k, each in enumerate(posteriors, start=1)}
     else:
-        raise TypeError(
-            f"posteriors must be a mapping of names to posteriors or a list of them, got {type(posteriors).__name__}"
-        )
+        what = type(posteriors).__name__
+        raise TypeError(f"posteriors must be a mapping of names to posteriors or a list of them, got {what}")
     for name, posterior in named.items():
         if not isinstance(posterior, Posterior):
             raise TypeError(f"posteriors[{name!r}] must be a posterior, as pl.fit returns it, got {type(posterior).__name__}")
@@ -378,6 +323,7 @@ def _shares(probabilities: Sequence[float], total: int) -> list[int]:
     """Whole numbers with this sum, nearest to the probabilities: by largest remainders."""
     exact = [total * p for p in probabilities]
     shares = [math.floor(value) for value in exact]
+    # Largest remainders: rounding each share on its own would not sum to the total.
     order = sorted(range(len(exact)), key=lambda k: shares[k] - exact[k])
     for k in order[: total - sum(shares)]:
         shares[k] += 1

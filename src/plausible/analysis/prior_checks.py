@@ -43,6 +43,7 @@ def prior_predictive(
     inputs = as_inputs(x, dtype=first.dtype, device=first.device)
     if num_rows(inputs) == 0:
         raise ValueError("x is empty: there is nothing to predict")
+    # A model is built from an example of its data; of the inputs a few are enough, and targets are not looked at.
     example = Batch(take(inputs, slice(8)), torch.zeros(0))  # no targets are needed
     model = Model.build(
         network, likelihood, as_prior(prior), example, num_data=1, output=output, device=first.device, check_targets=False

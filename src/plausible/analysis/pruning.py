@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from plausible.analysis import metrics
+from plausible.analysis.tables import plain_text, rich_table
 from plausible.core import weights as tree
 from plausible.core.networks import Where
 from plausible.posteriors.base import Posterior
@@ -54,19 +55,12 @@ class PruningTable:
         return {"rows": [asdict(row) for row in self.rows]}
 
     def __rich__(self) -> RichTable:
-        from rich import box
-        from rich.table import Table
-
         criteria = list(dict.fromkeys(row.by for row in self.rows))
         measured = [score for score in ("error", "rmse", "nll") if getattr(self.rows[0], score) is not None]
-        table = Table(box=box.SIMPLE_HEAD)
         several = len(criteria) > 1
-        for heading in ("pruned" if several else f"pruned by {criteria[0]}", "weights left", "dense", "sparse"):
-            table.add_column(heading, justify="right")
-        for score in measured:
-            words = {"error": "error", "rmse": "RMSE", "nll": "NLL (nats)"}[score]
-            for by in criteria:
-                table.add_column(f"{words} by {by}" if several else words, justify="right")
+        words = {"error": "error", "rmse": "RMSE", "nll": "NLL (nats)"}
+        scored = [f"{words[score]} by {by}" if several else words[score] for score in measured for by in criteria]
+        table = rich_table(("pruned" if several else f"pruned by {criteria[0]}", "weights left", "dense", "sparse", *scored))
         for fraction in dict.fromkeys(row.fraction for row in self.rows):
             rows = {row.by: row for row in self.rows if row.fraction == fraction}
             first = rows[criteria[0]]
@@ -76,12 +70,7 @@ class PruningTable:
         return table
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=200, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self.__rich__())
-        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+        return plain_text(self.__rich__())
 
 
 def table(
@@ -122,7 +111,8 @@ def table(
 
     rows: list[Row] = []
     for fraction in fractions:
-        whole: dict[str, float] | None = None  # nothing pruned is the same by every criterion
+        # Nothing pruned is the same by every criterion, so its prediction is made once.
+        whole: dict[str, float] | None = None
         for criterion in criteria:
             pruned = prune(posterior, fraction, by=criterion, where=where, per_layer=per_layer)
             measures = {} if x is None else whole or measured(pruned)
@@ -142,12 +132,12 @@ def _sizes(posterior: Posterior) -> tuple[int, int, int, int]:
         count, size = parameters[name].numel(), parameters[name].element_size()
         left = count * float(mask.double().mean())
         weights, kept = weights + count, kept + left
+        # Kept weights are stored with a bit mask or with their indices, whichever is less; a tensor that gains nothing stays dense.
         saved += max(0.0, count * size - left * size - min(math.ceil(count / 8), 4 * left))
     return weights, round(kept), dense, round(dense - saved)
 
 
 def _bytes(count: int) -> str:
-    """For example `9.6 MB`."""
     power = min(3, int(math.log10(max(count, 1)) // 3))
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 

@@ -39,6 +39,7 @@ def decompose(predictive: Predictive | Tensor | np.ndarray | Any) -> Uncertainty
     if isinstance(predictive, Predictive):
         if predictive.likelihood.kind not in ("classes", "binary"):
             return Uncertainty(predictive.variance, predictive.aleatoric, predictive.epistemic)
+        # Rounding may leave an information just above the entropy, and the rest would be negative.
         entropy, information = predictive.entropy, torch.minimum(predictive.mutual_information, predictive.entropy)
         return Uncertainty(entropy, entropy - information, information)
     probs = class_probabilities(predictive, "predictive")

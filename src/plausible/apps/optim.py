@@ -77,33 +77,18 @@ class IVON(torch.optim.Optimizer):
     ):
         self._seed, self._counts, self._inside = seed, {TRAIN: 0, TEST: 0}, False
         random.key(seed)  # says what a seed is
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "ess": ess,
-                "beta1": beta1,
-                "beta2": beta2,
-                "initial_hessian": initial_hessian,
-                "weight_decay": weight_decay,
-                "damping": damping,
-                "clip_radius": clip_radius,
-                "rescale_lr": rescale_lr,
-            },
-        )
+        settings = {"lr": lr, "ess": ess, "beta1": beta1, "beta2": beta2, "initial_hessian": initial_hessian}
+        settings |= {"weight_decay": weight_decay, "damping": damping, "clip_radius": clip_radius, "rescale_lr": rescale_lr}
+        super().__init__(params, settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; they are checked here."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            _check(group)
+            _check(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
 
     @contextlib.contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
@@ -120,6 +105,7 @@ class IVON(torch.optim.Optimizer):
         chosen = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         noises = self._noise([p for p, _ in chosen], kind)
         self._counts[kind] += 1
+        # Kept and put back: subtracting the noise again would round.
         held = [parameter.detach().clone() for parameter, _ in chosen]
         grads = [parameter.grad for parameter, _ in chosen]
         counts = [self.state[p]["draws"] for (p, _), grad in zip(chosen, grads) if self.state[p] and grad is not None]
@@ -147,38 +133,38 @@ class IVON(torch.optim.Optimizer):
     ) -> None:
         """Mix the gradient of one draw into the running means of gradient and curvature over `since` draws before it."""
         state, grad = self.state[parameter], parameter.grad
-        count = since
         kept = before if state["draws"] else None  # what was there before the first draw belongs to none
-        if use and grad is None and kept is not None:  # no influence on this part of the step: its gradient is 0
+        # A parameter without influence on a part of the step has the gradient 0 there, now or on the parts before.
+        if use and grad is None and kept is not None:
             grad = torch.zeros_like(kept)
-        if use and grad is not None and kept is None and since:  # none on the parts before
+        if use and grad is not None and kept is None and since:
             kept = torch.zeros_like(grad)
             state["estimate"] = torch.zeros_like(state["curvature"])
+        parameter.grad = kept
         if not use or grad is None:
-            parameter.grad = kept
             return
         if grad.is_sparse:
-            parameter.grad = kept
             raise RuntimeError("IVON needs dense gradients, and one is sparse: use sparse=False in the embedding")
-        state["draws"] = count + 1
+        state["draws"] = since + 1
         estimate = price(noise, grad.to(noise.dtype), state["curvature"], group["ess"])
-        parameter.grad = grad if kept is None else kept + (grad - kept) / (count + 1)
-        state["estimate"] = estimate if kept is None else state["estimate"] + (estimate - state["estimate"]) / (count + 1)
+        parameter.grad = grad if kept is None else kept + (grad - kept) / (since + 1)
+        state["estimate"] = estimate if kept is None else state["estimate"] + (estimate - state["estimate"]) / (since + 1)
 
     def _noise(self, parameters: list[Tensor], kind: str) -> list[Tensor]:
         """N(0, 1) for each parameter: on the CPU by key and counter, on other devices by a generator seeded with both."""
+        # Noise is a function of seed, stream and number of the draw, so that a resumed run draws what it would have drawn.
         path = (int(kind == TEST), self._counts[kind])
         like = {i: p if p.dtype == wide(p) else torch.empty_like(p, dtype=wide(p)) for i, p in enumerate(parameters)}
         here = {str(i): p for i, p in like.items() if p.device.type == "cpu"}
-        found = random.normal(random.key(self._seed, path[0]), path[1], here) if here else {}
+        noise = random.normal(random.key(self._seed, path[0]), path[1], here) if here else {}
         generators: dict[torch.device, torch.Generator] = {}
         for i, p in like.items():
             if p.device.type != "cpu":
                 if p.device not in generators:
                     number = random.generator(self._seed, *path).initial_seed()
                     generators[p.device] = torch.Generator(p.device).manual_seed(number)
-                found[str(i)] = torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generators[p.device])
-        return [found[str(i)] for i in like]
+                noise[str(i)] = torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generators[p.device])
+        return [noise[str(i)] for i in like]
 
     def _ready(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[parameter]
@@ -199,9 +185,6 @@ class IVON(torch.optim.Optimizer):
         for state in self.state.values():
             state["draws"] = 0
             state.pop("estimate", None)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, samples: int = 1) -> Any:  # type: ignore[override]
@@ -259,17 +242,14 @@ class IVON(torch.optim.Optimizer):
         )
         parameter.copy_(mean)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # State
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-equal continuation needs: momentum, curvature, steps, draws since the last step, and the noise."""
-        found = super().state_dict()
-        found["state"] = {place: dict(state) for place, state in found["state"].items()}
+        whole = super().state_dict()
+        whole["state"] = {place: dict(state) for place, state in whole["state"].items()}
         for place, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if self.state.get(parameter, {}).get("draws"):
-                found["state"][place]["gradient"] = parameter.grad
-        return {**found, "noise": {"seed": self._seed, **self._counts}}
+                whole["state"][place]["gradient"] = parameter.grad
+        return {**whole, "noise": {"seed": self._seed, **self._counts}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; the parameters themselves are loaded with their module."""
@@ -278,7 +258,8 @@ class IVON(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        for parameter, place in zip(parameters, places):  # torch casts them to the type of the parameter
+        # torch casts a state to the type of its parameter, which may be narrower than momentum and curvature are kept in.
+        for parameter, place in zip(parameters, places):
             given = {
                 key: value.detach().to(parameter.device, copy=True) if isinstance(value, Tensor) else copy.copy(value)
                 for key, value in state_dict["state"].get(place, {}).items()
@@ -291,16 +272,12 @@ class IVON(torch.optim.Optimizer):
         self._seed, self._counts = noise["seed"], {TRAIN: noise[TRAIN], TEST: noise[TEST]}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled, the noise with it."""
         return {**super().__getstate__(), "_seed": self._seed, "_counts": dict(self._counts), "_inside": False}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # q
 
     def scale(self, parameter: Tensor) -> Tensor:
         """σ of one parameter, in its shape, in float32 at least."""
         for group in self.param_groups:
-            if any(parameter is own for own in group["params"]):
+            if any(parameter is other for other in group["params"]):
                 return deviation(self._ready(parameter, group)["curvature"], group["ess"])
         raise ValueError(f"scale: the optimizer has no such parameter (of shape {tuple(parameter.shape)})")
 
@@ -328,19 +305,9 @@ class IVON(torch.optim.Optimizer):
             precision = group["weight_decay"] * group["ess"]
             rules[name] = priors.Gaussian(precision**-0.5) if precision else priors.Flat()
         method = _as_method(self.param_groups[0])
-        model, _ = prepare(
-            network,
-            data,
-            likelihood,
-            priors.as_prior({**rules, "*": priors.Flat()}),
-            lambda name: name in named,
-            settings.pop("output", None),
-            choose_device(network, None),
-            settings.pop("num_data", None),
-            None,
-            None,
-            method,
-        )
+        prior, where = priors.as_prior({**rules, "*": priors.Flat()}), lambda name: name in named
+        output, num_data, device = settings.pop("output", None), settings.pop("num_data", None), choose_device(network, None)
+        model, _ = prepare(network, data, likelihood, prior, where, output, device, num_data, None, None, method)
         if settings:
             raise TypeError(f"posterior: unknown settings {', '.join(settings)}; there are output and num_data")
         if model.likelihood_names:
@@ -368,27 +335,23 @@ def _as_method(group: Mapping[str, Any]) -> Method:
 
 def _check(group: Mapping[str, Any]) -> None:
     """Refuse settings that make no Gaussian, and parameters that are not real numbers."""
-    bounds = {
-        "lr": (0.0, math.inf, "at least 0"),
-        "ess": (0.0, math.inf, "positive and finite"),
-        "beta1": (0.0, 1.0, "in [0, 1)"),
-        "beta2": (0.5, 1.0, "in [0.5, 1)"),
-        "initial_hessian": (0.0, math.inf, "positive and finite"),
-        "weight_decay": (0.0, math.inf, "at least 0 and finite"),
-        "damping": (0.0, math.inf, "at least 0 and finite"),
-        "clip_radius": (0.0, math.inf, "positive"),
+    rules: dict[str, tuple[Callable[[float], bool], str]] = {
+        "lr": (lambda v: 0 <= v < math.inf, "at least 0"),
+        "ess": (lambda v: 0 < v < math.inf, "positive and finite"),
+        "beta1": (lambda v: 0 <= v < 1, "in [0, 1)"),
+        "beta2": (lambda v: 0.5 <= v < 1, "in [0.5, 1)"),
+        "initial_hessian": (lambda v: 0 < v < math.inf, "positive and finite"),
+        "weight_decay": (lambda v: 0 <= v < math.inf, "at least 0 and finite"),
+        "damping": (lambda v: 0 <= v < math.inf, "at least 0 and finite"),
+        "clip_radius": (lambda v: v > 0, "positive"),
     }
-    for name, (least, most, words) in bounds.items():
+    for name, (holds, words) in rules.items():
         value = group[name]
         if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
             raise TypeError(f"IVON: {name} must be a number, got {value!r}")
-        number = float(value)
-        open_below = name in ("ess", "initial_hessian", "clip_radius")
-        above = number > least if open_below else number >= least
-        if not above or not (number < most or (name == "clip_radius" and number == math.inf)):
+        if not holds(float(value)):
             raise ValueError(f"IVON: {name} must be {words}, got {value!r}")
     for parameter in group["params"]:
         if not parameter.is_floating_point():
-            raise TypeError(
-                f"IVON: parameters must be real floating-point tensors, got {parameter.dtype}; leave it out of params"
-            )
+            what = parameter.dtype
+            raise TypeError(f"IVON: parameters must be real floating-point tensors, got {what}; leave it out of params")

@@ -18,36 +18,23 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LIGHT = {
-    "paper": "#f6f7f8",
-    "card": "#ffffff",
-    "ink": "#24292f",
-    "soft": "#5a636d",
-    "line": "#d9dde2",
-    "edge": "#868e97",
-    "main": "#1f5f99",
-    "alarm": "#b23a14",
-    "good": "#1a6b34",
-    "doubt": "#7a5200",
-    "second": "#a3420b",
-    "third": "#5d3fa8",
-    "fourth": "#0f6b6b",
+COLOURS = {
+    # name: (on light screens and paper, on dark screens)
+    "paper": ("#f6f7f8", "#14171a"),
+    "card": ("#ffffff", "#1d2126"),
+    "ink": ("#24292f", "#dfe3e8"),
+    "soft": ("#5a636d", "#a2abb5"),
+    "line": ("#d9dde2", "#363d45"),
+    "edge": ("#868e97", "#808992"),
+    "main": ("#1f5f99", "#8cc4f2"),
+    "alarm": ("#b23a14", "#ff8a5c"),
+    "good": ("#1a6b34", "#76d18f"),
+    "doubt": ("#7a5200", "#e6b450"),
+    "second": ("#a3420b", "#f0a06a"),
+    "third": ("#5d3fa8", "#b9a2f5"),
+    "fourth": ("#0f6b6b", "#6fd0d0"),
 }
-DARK = {
-    "paper": "#14171a",
-    "card": "#1d2126",
-    "ink": "#dfe3e8",
-    "soft": "#a2abb5",
-    "line": "#363d45",
-    "edge": "#808992",
-    "main": "#8cc4f2",
-    "alarm": "#ff8a5c",
-    "good": "#76d18f",
-    "doubt": "#e6b450",
-    "second": "#f0a06a",
-    "third": "#b9a2f5",
-    "fourth": "#6fd0d0",
-}
+LIGHT, DARK = ({name: pair[k] for name, pair in COLOURS.items()} for k in (0, 1))
 SERIES = ("main", "second", "third", "alarm", "fourth", "good")  # C0, C1, …: C3 is an alarm in our plots
 
 
@@ -61,26 +48,28 @@ class Shown(NamedTuple):
     rows: Sequence[tuple[str, ...]] = ()
 
 
+def shown(
+    draw: Callable[[Any], Any], name: str, key: str, alt: str, caption: str, *, heads: Any = (), rows: Any = (), **settings: Any
+) -> Shown:
+    """The figure that `draw` draws; `key`, `alt` and `settings` are those of `chart`."""
+    return Shown(chart(draw, alt, key, **settings), name, caption, heads, rows)
+
+
 def render(template: str, **content: Any) -> str:
     """The page of `apps/templates/TEMPLATE`; text is escaped, `Markup` is not."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise ImportError(f"pages need jinja2 ({error}): pip install 'plausible[plot]'") from error
-    environment = Environment(
-        loader=PackageLoader("plausible.apps", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    loader = PackageLoader("plausible.apps", "templates")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     return environment.get_template(template).render(light=LIGHT, dark=DARK, **content)
 
 
-def chart(draw: Callable[[Any], Any], alt: str, key: str, *, size: tuple[float, float] = (4.7, 3.4), rows: int = 1) -> Any:
+def chart(draw: Callable[[Any], Any], alt: str, key: str, *, size: tuple[float, float] = (4.7, 3.4), panels: int = 1) -> Any:
     """What `draw(ax)` draws as an inline `<svg>`, announced as one image with `alt` in words; the legend goes below.
 
-    key: unlike that of any other chart of the page, as the names inside come from it. rows: with several, `draw` is given an
+    key: unlike that of any other chart of the page, as the names inside come from it. panels: with several, `draw` is given an
     array of axes that share x, the first three times as high.
     """
     try:
@@ -115,31 +104,31 @@ def chart(draw: Callable[[Any], Any], alt: str, key: str, *, size: tuple[float, 
         "legend.frameon": False,
         "legend.labelcolor": LIGHT["soft"],
         "savefig.facecolor": "none",
+        # Text stays text: it can be read aloud, searched, and follows the fonts of the page.
         "svg.fonttype": "none",
         "svg.hashsalt": key,
     }
     with rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(rows, 1, squeeze=False, sharex=True, height_ratios=[3, *[1] * (rows - 1)])[:, 0]
-        draw(panels[0] if rows == 1 else panels)
-        _legend_below(figure, panels)
+        axes = figure.subplots(panels, 1, squeeze=False, sharex=True, height_ratios=[3, *[1] * (panels - 1)])[:, 0]
+        draw(axes[0] if panels == 1 else axes)
+        _legend_below(figure, axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return Markup(_inline(buffer.getvalue(), alt, key))
 
 
-def _legend_below(figure: Any, panels: Any) -> None:
+def _legend_below(figure: Any, axes: Any) -> None:
     named: dict[str, Any] = {}
-    for ax in panels:
+    for ax in axes:
         if (legend := ax.get_legend()) is not None:
             handles, labels = ax.get_legend_handles_labels()
             named |= dict(zip(labels, handles))
             legend.remove()
     if named:
         columns = _legend_columns(list(named), letters=round(10 * figure.get_figwidth()))
-        figure.legend(
-            named.values(), named, loc="outside lower left", ncols=columns, fontsize=11, handlelength=1.4, columnspacing=1.2
-        )
+        layout = {"loc": "outside lower left", "ncols": columns, "handlelength": 1.4, "columnspacing": 1.2}
+        figure.legend(named.values(), named, fontsize=11, **layout)
 
 
 def _legend_columns(names: list[str], letters: int) -> int:
@@ -168,9 +157,8 @@ def _inline(svg: str, alt: str, key: str) -> str:
     named = {colour: name for name, colour in LIGHT.items()} | {"#808080": "edge", "#000000": "ink"}
     body = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var(--{named[match[0]]})" if match[0] in named else match[0], body)
     body = re.sub(r"\n\s*", "\n", body)
-    return (
-        f'<svg class="chart" viewBox="{box[1] if box else "0 0 380 250"}" role="img" aria-label="{escape(alt)}">{body.strip()}'
-    )
+    view = box[1] if box else "0 0 380 250"
+    return f'<svg class="chart" viewBox="{view}" role="img" aria-label="{escape(alt)}">{body.strip()}'
 
 
 def png(pixels: np.ndarray) -> str:
@@ -183,7 +171,6 @@ def png(pixels: np.ndarray) -> str:
 
 
 def percent_axes(ax: Axes, which: str = "xy") -> None:
-    """Tick labels of shares."""
     from matplotlib.ticker import PercentFormatter
 
     for letter in which:

@@ -38,12 +38,10 @@ class Response:
 
     @property
     def task(self) -> str:
-        """`classification` or `regression`."""
         return "classification" if self.classes else "regression"
 
     @property
     def outputs(self) -> int:
-        """How many outputs the network needs."""
         if self.likelihood == "categorical":
             return len(self.classes[0])
         return len(self.names) * (2 if self.likelihood == "heteroscedastic" else 1)
@@ -68,7 +66,6 @@ class Response:
         return observed if self.likelihood == "categorical" else observed.astype(np.float32)
 
     def restore(self, predictive: Predictive) -> Predictive:
-        """Predictions in original units."""
         return predictive.rescaled(self.loc, self.scale) if self.loc else predictive
 
     def make_likelihood(self) -> Likelihood:
@@ -88,7 +85,6 @@ class Response:
         return makers[self.likelihood]()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         return dict(vars(self))
 
     @classmethod
@@ -130,15 +126,11 @@ def decide(table: Table, names: Sequence[str], task: str, likelihood: str) -> tu
 
 
 def guess(column: Column, notes: list[str]) -> str:
-    """The task that the cells of a target column suggest."""
     distinct = len(column.levels)
     if column.kind == "text":
-        if column.number_share >= 0.5 and column.unreadable is not None:
-            row, text = column.unreadable
-            raise ValueError(
-                f"target {column.name!r} is mostly numbers, but row {row} is {text!r}; mend the file, or say "
-                "--task classification if every different text is a class"
-            )
+        if slip := column.slip:
+            instead = "mend the file, or say --task classification if every different text is a class"
+            raise ValueError(f"target {column.name!r} is mostly numbers, but {slip}; {instead}")
         return "classification"
     if column.kind == "integer" and distinct <= FEW:
         notes.append(f"target {column.name!r} has {distinct} different integers, taken as classes; numbers: --task regression")
@@ -156,10 +148,8 @@ def classification(table: Table, names: Sequence[str], likelihood: str) -> Respo
             only = f"one class only ({labels[0]!r})" if labels else "no values"
             raise ValueError(f"target {name!r} has {only}; there is nothing to tell apart")
         if len(labels) > max(2, table.rows / 2):
-            raise ValueError(
-                f"target {name!r} has {len(labels)} classes in {table.rows} rows; is it the right column? "
-                "(numbers: --task regression)"
-            )
+            counted = f"{len(labels)} classes in {table.rows} rows"
+            raise ValueError(f"target {name!r} has {counted}; is it the right column? (numbers: --task regression)")
     binary = likelihood == "bernoulli" or len(names) > 1
     if binary and (wide := [name for name, labels in zip(names, classes) if len(labels) > 2]):
         what = "--likelihood bernoulli needs" if likelihood == "bernoulli" else "several targets need"
@@ -195,10 +185,8 @@ def standardised(target: Response, table: Table) -> Response:
     values = target.observed(table)
     with np.errstate(over="ignore", invalid="ignore"):
         loc, scale = values.mean(axis=0), values.std(axis=0)
-    if not np.isfinite(scale).all():
-        wide = [name for name, spread in zip(target.names, scale) if not np.isfinite(spread)]
+    if wide := [name for name, spread in zip(target.names, scale) if not np.isfinite(spread)]:
         raise ValueError(f"target {listed(wide)} cannot be standardised: its values are too large; use another unit")
-    if not (scale > 0).all():
-        flat = [name for name, spread in zip(target.names, scale) if not spread > 0]
+    if flat := [name for name, spread in zip(target.names, scale) if not spread > 0]:
         raise ValueError(f"target {listed(flat)} cannot be standardised: it does not vary in the training rows")
     return Response(target.names, target.likelihood, tuple(loc.tolist()), tuple(scale.tolist()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -82,11 +81,9 @@ class _BayesianNetwork(BaseEstimator):
         self.compile = compile
         self.progress = progress
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Fitting
-
     def _infer(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, likelihood: Likelihood, outputs: int) -> None:
         """`plausible.fit` on standardised inputs [N, D] and targets as the network sees them: [N, T], or classes [N]."""
+        # Weighted rows count in the moments too, so that a row of weight 2 is the same as two rows.
         self.scaler_ = _scaler(X, weight) if _flag(self.standardise) else None
         inputs, seed = self._inputs(X), _as_seed(self.random_state)
         network = self._make_network(X, outputs, seed)
@@ -110,9 +107,8 @@ class _BayesianNetwork(BaseEstimator):
         if isinstance(given, nn.Module):
             return given
         if given is not None and not callable(given):
-            raise TypeError(
-                f"network must be a module or a function (n_features, n_outputs) -> module, got {type(given).__name__}"
-            )
+            what = type(given).__name__
+            raise TypeError(f"network must be a module or a function (n_features, n_outputs) -> module, got {what}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if given is None:
@@ -137,9 +133,6 @@ class _BayesianNetwork(BaseEstimator):
             )
         return inputs
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Predicting
-
     def predictive(self, X: Any) -> Predictive:
         """p(y | x, D) at each row of X: everything that `plausible.Predictive` answers; classes by number in `classes_`."""
         check_is_fitted(self, "posterior_")
@@ -155,12 +148,10 @@ class _BayesianNetwork(BaseEstimator):
         drawn = self.predictive(X).sample(_whole("n_samples", n_samples), seed=_as_seed(random_state))
         return np.moveaxis(self._decode(drawn), 0, -1)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Pickling: on the CPU, so that it opens anywhere
-
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
         posterior = state.get("posterior_")
+        # Pickled on the CPU, so that it opens anywhere.
         if posterior is not None and posterior.device.type != "cpu":
             state |= {"posterior_": posterior.to("cpu"), "_device": str(posterior.device)}
         return state
@@ -223,16 +214,16 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
 
     def predictive(self, X: Any) -> Predictive:
         """p(y | x, D) at each row of X, in the units of y, for targets [N, T] (T = 1 where y was [N])."""
-        found = super().predictive(X)
+        standardised = super().predictive(X)
         if self.target_loc_ is None or self.target_scale_ is None:
-            return found
-        return found.rescaled(torch.from_numpy(self.target_loc_), torch.from_numpy(self.target_scale_))
+            return standardised
+        return standardised.rescaled(torch.from_numpy(self.target_loc_), torch.from_numpy(self.target_scale_))
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """E[y | x, D], shaped like y; with `return_std` also √Var[y | x, D], noise included."""
-        found = self.predictive(X)
-        mean = self._decode(found.mean)
-        return (mean, self._decode(found.std)) if return_std else mean
+        predictive = self.predictive(X)
+        mean = self._decode(predictive.mean)
+        return (mean, self._decode(predictive.std)) if return_std else mean
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """(low, high), each shaped like y: the equal-tailed interval that holds each y with probability `level`."""
@@ -269,13 +260,11 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         encoder = LabelEncoder().fit(y)
         self.classes_ = encoder.classes_
         if len(self.classes_) < 2:
-            only = self.classes_.tolist()[0]
-            raise ValueError(f"y holds one class only ({only!r}); a classifier needs at least two classes")
+            raise ValueError(f"y holds one class only ({self.classes_.tolist()[0]!r}); a classifier needs at least two classes")
         likelihood = likelihoods.Categorical() if self.likelihood is None else self.likelihood
         if not isinstance(likelihood, Likelihood) or likelihood.kind != "classes":
-            raise TypeError(
-                f"likelihood must be None or a likelihood of classes such as likelihoods.Categorical(), got {likelihood!r}"
-            )
+            known = "None or a likelihood of classes such as likelihoods.Categorical()"
+            raise TypeError(f"likelihood must be {known}, got {likelihood!r}")
         self._infer(*_weighted(X, encoder.transform(y), sample_weight), likelihood, len(self.classes_))
         return self
 
@@ -285,15 +274,11 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable label of each row, [N]."""
-        best = self.predict_proba(X).argmax(axis=1)
+        best = self.predict_proba(X).argmax(axis=1)  # first, as it refuses an estimator that is not fitted
         return self.classes_[best]
 
     def _decode(self, values: Tensor) -> np.ndarray:
         return self.classes_[values.cpu().numpy()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings and targets, checked
 
 
 def _flag(standardise: Any) -> bool:
@@ -305,7 +290,7 @@ def _flag(standardise: Any) -> bool:
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
-    return operator.index(value)
+    return int(value)
 
 
 def _as_seed(random_state: Any) -> int:
@@ -313,7 +298,7 @@ def _as_seed(random_state: Any) -> int:
     if isinstance(random_state, Integral) and not isinstance(random_state, bool):
         if random_state < 0:
             raise ValueError(f"random_state must be at least 0, a RandomState or None, got {random_state!r}")
-        return operator.index(random_state)
+        return int(random_state)
     return int(check_random_state(random_state).randint(2**31 - 1))
 
 
@@ -372,6 +357,7 @@ def _standardised_noise(likelihood: Likelihood, scale: np.ndarray) -> Likelihood
 
 def _num_outputs(likelihood: Likelihood, targets: int) -> int:
     """How many network outputs give this many targets: the least number that the likelihood accepts."""
+    # A likelihood says what outputs become, not what it needs: the least number that fits is found by asking.
     for count in range(1, 16 * targets + 1):
         with suppress(ValueError):
             if tuple(likelihood.target_shape((1, count))) == (1, targets):
@@ -381,18 +367,15 @@ def _num_outputs(likelihood: Likelihood, targets: int) -> int:
 
 def _check_network(network: nn.Module, inputs: np.ndarray, outputs: int) -> None:
     """Run a network of the user's on two rows and look at the shape; whatever else is wrong is for `fit` to name."""
-    found: Any = None
+    result: Any = None
     with torch.no_grad(), suppress(Exception):
         private = private_copy(network)
-        found = private(torch.as_tensor(inputs[[0, -1]]).to(next(private.parameters())))
-    if isinstance(found, Tensor) and tuple(found.shape) != (2, outputs):
-        raise ValueError(f"network must map [N, {inputs.shape[1]}] to [N, {outputs}], it gives {list(found.shape)} for 2 rows")
+        result = private(torch.as_tensor(inputs[[0, -1]]).to(next(private.parameters())))
+    if isinstance(result, Tensor) and tuple(result.shape) != (2, outputs):
+        raise ValueError(f"network must map [N, {inputs.shape[1]}] to [N, {outputs}], it gives {list(result.shape)} for 2 rows")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A model holds a function that says how its network is called, which no pickle can: it is built again from its parts
-
-
+# A model holds a function that says how its network is called, which no pickle can: it is built again from its parts.
 def _parts(model: Model) -> tuple[Any, ...]:
     return partial(Model, **{name: getattr(model, name) for name in inspect.signature(Model).parameters}), ()
 

@@ -69,7 +69,6 @@ class Column:
     rows: tuple[int, ...] | None = None
 
     def row(self, index: int) -> int:
-        """The row number of a cell, for messages."""
         return index + 1 if self.rows is None else self.rows[index]
 
     def take(self, indices: Sequence[int]) -> Column:
@@ -80,12 +79,13 @@ class Column:
     @cached_property
     def missing(self) -> np.ndarray:
         """Where cells are missing: bool `[N]`."""
-        return np.fromiter((cell is None for cell in self.cells), dtype=bool, count=len(self.cells))
+        return np.array([cell is None for cell in self.cells], dtype=bool)
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
         """The distinct values, sorted as numbers where all are integers and as text otherwise."""
         distinct = {cell for cell in self.cells if cell is not None}
+        # Codes such as 2 and 10 sort as numbers, so that classes come in the order people expect.
         if all(_INTEGER.fullmatch(cell) for cell in distinct):
             return tuple(sorted(distinct, key=lambda cell: (int(cell), cell)))
         return tuple(sorted(distinct))
@@ -103,14 +103,16 @@ class Column:
     def unreadable(self) -> tuple[int, str] | None:
         """Row and text of the first present cell that is not a number; None where all are numbers."""
         bad = {level for level in self.levels if not _NUMBER.fullmatch(level)}
-        found = ((self.row(index), cell) for index, cell in enumerate(self.cells) if cell is not None and cell in bad)
-        return next(found, None) if bad else None
+        return next(
+            ((self.row(index), cell) for index, cell in enumerate(self.cells) if cell is not None and cell in bad), None
+        )
 
     @property
-    def number_share(self) -> float:
-        """The fraction of the present cells that are numbers."""
+    def slip(self) -> str:
+        """`row 3 is 'x'`: the first cell that is not a number, where at least half of the others are; empty elsewhere."""
         good = {level for level in self.levels if _NUMBER.fullmatch(level)}
-        return sum(cell in good for cell in self.cells) / max(1, int((~self.missing).sum()))
+        share = sum(cell in good for cell in self.cells) / max(1, int((~self.missing).sum()))
+        return f"row {self.unreadable[0]} is {self.unreadable[1]!r}" if self.unreadable and share >= 0.5 else ""
 
     @cached_property
     def numbers(self) -> np.ndarray:
@@ -128,7 +130,6 @@ class Column:
 
     @property
     def counts_up(self) -> bool:
-        """Whether the column is a row number: integers, each one more than the one above."""
         return self.kind == "integer" and not self.missing.any() and bool((np.diff(self.numbers) == 1).all())
 
 
@@ -159,12 +160,10 @@ class Table:
         return self.columns[name]
 
     def take(self, rows: np.ndarray) -> Table:
-        """The table of these rows (indices or a mask), in the order given."""
         indices = (np.flatnonzero(rows) if rows.dtype == bool else rows).tolist()
         return Table(column.take(indices) for column in self.columns.values())
 
     def without(self, names: Iterable[str]) -> Table:
-        """The table without these columns; each must be there."""
         dropped = {self[name].name for name in names}
         return Table(column for name, column in self.columns.items() if name not in dropped)
 
@@ -185,7 +184,6 @@ class Numeric:
 
     @classmethod
     def fit(cls, column: Column, missing: str) -> Numeric:
-        """Moments and median of the present cells."""
         present = column.numbers[~column.missing]
         with np.errstate(over="ignore", invalid="ignore"):
             mean, std = float(present.mean()), float(present.std())
@@ -196,7 +194,6 @@ class Numeric:
 
     @property
     def features(self) -> list[str]:
-        """The names of the network inputs made from this column."""
         return [self.name, f"{self.name} missing"] if self.indicator else [self.name]
 
     def encode(self, column: Column, notes: list[str]) -> np.ndarray:
@@ -222,9 +219,8 @@ class Categories:
         levels, rows = len(column.levels), int((~column.missing).sum())
         if levels > MAX_LEVELS or (levels == rows >= ID_ROWS):
             why = "looks like an identifier, a date or free text: turn it into numbers"
-            if column.number_share >= 0.5 and column.unreadable is not None:
-                row, text = column.unreadable
-                why = f"is mostly numbers, but row {row} is {text!r}: mend the file"
+            if slip := column.slip:
+                why = f"is mostly numbers, but {slip}: mend the file"
             raise ValueError(
                 f"column {column.name!r} has {levels} different texts in {rows} rows (at most {MAX_LEVELS} categories) "
                 f"and {why}, or leave it out (command line: --drop-columns {column.name!r})"
@@ -233,20 +229,20 @@ class Categories:
 
     @property
     def features(self) -> list[str]:
-        """The names of the network inputs made from this column."""
         return [f"{self.name}={level}" for level in self.levels] + [f"{self.name} missing"] * self.gap_level
 
     def unknown(self, column: Column) -> str | None:
         """A sentence about the categories that training has not seen; None where there are none."""
         new = set(column.levels) - set(self.levels)
         rows = sum(cell in new for cell in column.cells)
-        found = f"column {self.name!r} has categories not seen in training: {listed(map(repr, sorted(new)), 5)}"
-        return f"{found}, in {rows} of {len(column.cells)} rows" if new else None
+        named = listed(map(repr, sorted(new)), 5)
+        where = f"in {rows} of {len(column.cells)} rows"
+        return f"column {self.name!r} has categories not seen in training: {named}, {where}" if new else None
 
     def encode(self, column: Column, notes: list[str]) -> np.ndarray:
         """`[N]` cells → one-hot `[N, levels (+ 1)]`."""
-        if found := self.unknown(column):
-            notes.append(f"{found}; they are encoded as none of the known")
+        if unseen := self.unknown(column):
+            notes.append(f"{unseen}; they are encoded as none of the known")
         if column.missing.any() and not self.gap_level:
             notes.append(f"column {self.name!r} was complete in training: {column.missing.sum()} gaps become no category")
         index = {level: position for position, level in enumerate(self.levels)}
@@ -308,9 +304,8 @@ class Preprocessor:
                 notes.append(f"column {name!r} is constant ({column.levels[0]}) and left out")
             elif column.kind == "text" or name in categorical:
                 columns.append(Categories.fit(column, missing))
-                if column.number_share >= 0.5 and column.unreadable is not None:
-                    row, text = column.unreadable
-                    notes.append(f"column {name!r} is read as categories: row {row} is {text!r}, not a number")
+                if slip := column.slip:
+                    notes.append(f"column {name!r} is read as categories: {slip}, not a number")
             else:
                 columns.append(Numeric.fit(column, missing))
         if not columns:
@@ -319,12 +314,10 @@ class Preprocessor:
 
     @property
     def names(self) -> list[str]:
-        """The columns a table must have."""
         return [column.name for column in self.columns]
 
     @property
     def features(self) -> list[str]:
-        """The names of the D network inputs."""
         return [feature for column in self.columns for feature in column.features]
 
     def transform(self, table: Table, *, strict: bool = False) -> Features:
@@ -336,12 +329,13 @@ class Preprocessor:
             )
         if self.missing == "refuse":
             refuse_gaps(table, self.names, "fill those cells, or fit again with missing='impute' (--missing impute)")
+        # Columns that training had complete may have gaps here: the rule of the fit decides.
         kept = complete(table, self.names) if self.missing == "drop" else np.ones(table.rows, dtype=bool)
         notes: list[str] = []
         table = table if kept.all() else table.take(kept)
         for column in self.columns if strict else ():
-            if isinstance(column, Categories) and (found := column.unknown(table[column.name])):
-                raise ValueError(f"{found}; known are {listed(column.levels, 10)}")
+            if isinstance(column, Categories) and (unseen := column.unknown(table[column.name])):
+                raise ValueError(f"{unseen}; known are {listed(column.levels, 10)}")
         blocks = [column.encode(table[column.name], notes) for column in self.columns]
         with np.errstate(over="ignore"):
             inputs = np.concatenate(blocks, axis=1).astype(np.float32)
@@ -350,7 +344,6 @@ class Preprocessor:
         return Features(inputs, kept, tuple(notes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         kinds = {Numeric: "numeric", Categories: "categories"}
         return {
             "columns": [{"kind": kinds[type(column)], **vars(column)} for column in self.columns],

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from plausible.apps.compare import Candidate, Cell, Study, summarise
-from plausible.apps.compare.tables import T_975, Mean, difference, mean
+from plausible.apps.compare.tables import Mean, difference, mean
 
 pytestmark = pytest.mark.usefixtures("data_folder")
 
@@ -59,9 +59,13 @@ def test_noise_alone_is_seldom_called_a_difference(splits: int) -> None:
     assert calls <= 100 + 4 * math.sqrt(2000 * 0.05 * 0.95)
 
 
-def test_quantiles_of_students_t() -> None:
-    for freedom, value in enumerate(T_975, start=1):
-        assert value == pytest.approx(stats.t.ppf(0.975, freedom), abs=5e-4)
+@pytest.mark.parametrize("splits", [2, 3, 5, 20, 60])
+def test_a_difference_is_called_from_the_quantile_of_students_t_on(splits: int) -> None:
+    noise = np.random.default_rng(2).normal(size=splits)
+    noise -= noise.mean()
+    limit = stats.t.ppf(0.975, splits - 1) * math.sqrt((1 / splits + 0.1) * noise.var(ddof=1))
+    for share, verdict in ((0.999, "no difference"), (1.001, "better")):
+        assert difference(list(noise + share * limit), [0.0] * splits, 0.1, True).verdict == verdict
 
 
 def test_results_that_are_not_finite_are_shown() -> None:

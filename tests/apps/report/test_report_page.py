@@ -88,6 +88,13 @@ def test_each_task_has_its_figures(pages):
     assert figures(pages["nothing"]) == {"log joint", "log likelihood", "log prior"}
 
 
+def test_the_numbers_of_the_reliability_diagram_have_their_interval(pages):
+    heads = [text for tag, _, text in pages["classes"].all("th")]
+    assert "90 % interval" in heads
+    cells = [text for tag, _, text in pages["classes"].all("td")]
+    assert any(re.fullmatch(r"[<>]?\d+\u00a0% to [<>]?\d+\u00a0%", text) for text in cells)
+
+
 def test_what_was_fitted_is_said(pages):
     text = pages["chains"].text
     for words in (

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from plausible.apps.report.diagnosis import diagnosis
 from plausible.apps.report.findings import QUANTILES, Findings, Output
-from plausible.apps.report.verdicts import coverage, shape, skill, verdicts
+from plausible.apps.report.verdicts import coverage, diagnosis, shape, skill, verdicts
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -75,9 +75,11 @@ def expected_variance_reduction(predictive: Any, reference: Any = None, *, noise
     variance = observation_noise(predictive, functions, noise) + functions.var(0, correction=0)
     left, right = (values - values.mean(0) for values in (others, functions))
     parts = []
+    # The covariance [M, N] is never whole in memory: its columns are squared and averaged block by block.
     for block in right.split(max(1, _BLOCK // left.shape[1]), dim=1):
         covariance = left.T @ block / len(left)  # [M, n]
         parts.append(covariance.square().mean(0))
+    # An input without any variance can teach nothing; the clamp only keeps its quotient from being 0/0.
     return torch.where(variance > 0, torch.cat(parts) / variance.clamp(min=torch.finfo(variance.dtype).tiny), 0.0)
 
 

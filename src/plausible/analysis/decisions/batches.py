@@ -82,6 +82,7 @@ def _gaussian(functions: Tensor, noise: Tensor, size: int) -> Selection:
         indices.append(best)
         information.append(total)
         free[best] = False
+        # One more column of the Cholesky factor of K_B + σ²: its squares are what the new observation takes from each variance.
         column = centred.T @ centred[:, best] - factor[:step].T @ factor[:step, best]
         factor[step] = column / (variance[best].clamp(min=0) + noise[best]).sqrt()
         variance = variance - factor[step].square()
@@ -107,6 +108,7 @@ def _labellings(probs: Tensor, size: int, limit: int, seed: int) -> Selection:
         noise += float(conditional[best])
         table = (table.unsqueeze(-1) * probs[:, best].unsqueeze(1)).flatten(1)
         weight = weight.repeat_interleave(classes)
+        # C^k labellings grow beyond memory: from here on they are drawn by their share of the sum, and weighted by its inverse.
         if len(weight) > limit:
             share = table.mean(0) * weight
             picks = torch.multinomial(share, limit, replacement=True, generator=stream)

@@ -21,6 +21,8 @@ from plausible.analysis.metrics.inputs import NUMBERS, sampled
 from plausible.core.distributions import Affine, Mixture, NegativeBinomial, Poisson, StudentT
 from plausible.posteriors.predictive import Predictive
 
+Side = Callable[[distributions.Distribution, Tensor], Tensor]
+
 
 def expected_excess(predictive: Any, threshold: Any) -> Tensor:
     """E(y − t)₊ = 1/S Σ_s E[(y − t)₊ | f_s], shaped like the targets: how far y is above t, counting 0 where it is not.
@@ -45,24 +47,22 @@ def _average(predictive: Any, threshold: Any, above: bool) -> Tensor:
     need(predictive, NUMBERS, "but this is about numbers", "decide with a utility matrix")
     level = aligned(threshold, target_shape(predictive), "threshold")
     side = excess if above else shortfall
-    return gathered(
-        predictive, lambda rows, given: side(given, rows_of(level, rows, given.mean)).mean(0), what="an expected distance"
-    )
+    expected = lambda rows, given: side(given, rows_of(level, rows, given.mean)).mean(0)  # noqa: E731
+    return gathered(predictive, expected, what="an expected distance")
 
 
 def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     """E(Y − t)₊ elementwise."""
-    if isinstance(given, Affine):
-        side = (threshold - given.loc) / given.scale
-        return given.scale.abs() * torch.where(given.scale > 0, excess(given.base, side), shortfall(given.base, side))
-    if isinstance(given, Mixture):
-        return _mixed(given, excess, threshold)
+    if isinstance(given, Affine | Mixture):
+        return _through(given, threshold, excess, shortfall)
     if isinstance(given, distributions.Normal):
+        # Far below the threshold φ(z) and z·Φ(z) cancel, and rounding may leave a little less than 0.
         z = (given.loc - threshold) / given.scale
         density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         return (given.scale * (density + z * torch.special.ndtr(z))).clamp(min=0)
     if isinstance(given, StudentT):
         z, df = (threshold - given.loc) / given.scale, given.df
+        # The tail is asked for as cdf(−z) and not as 1 − cdf(z), which has no digits left far out.
         standard = StudentT(df, torch.zeros_like(df), torch.ones_like(df))
         density, tail = standard.log_prob(z).exp(), standard.cdf(-z)
         inside = (df + z * z) / (df - 1) * density - z * tail
@@ -76,11 +76,8 @@ def excess(given: distributions.Distribution, threshold: Tensor) -> Tensor:
 
 def shortfall(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     """E(t − Y)₊ elementwise; by reflection where that is possible, so that small values keep their digits."""
-    if isinstance(given, Affine):
-        side = (threshold - given.loc) / given.scale
-        return given.scale.abs() * torch.where(given.scale > 0, shortfall(given.base, side), excess(given.base, side))
-    if isinstance(given, Mixture):
-        return _mixed(given, shortfall, threshold)
+    if isinstance(given, Affine | Mixture):
+        return _through(given, threshold, shortfall, excess)
     if isinstance(given, distributions.Normal):
         return excess(distributions.Normal(-given.loc, given.scale, validate_args=False), -threshold)
     if isinstance(given, StudentT):
@@ -88,10 +85,13 @@ def shortfall(given: distributions.Distribution, threshold: Tensor) -> Tensor:
     return (excess(given, threshold) - given.mean + threshold).clamp(min=0)
 
 
-def _mixed(given: Mixture, side: Callable[[distributions.Distribution, Tensor], Tensor], threshold: Tensor) -> Tensor:
-    """Σ_q w_q E(Y_q − t)₊; infinite where Y has no mean."""
-    value = given.average(side(given.base, threshold))
-    return value if given.order > 1 else torch.full_like(value, math.inf)
+def _through(given: Affine | Mixture, threshold: Tensor, side: Side, other: Side) -> Tensor:
+    """By the law inside: Σ_q w_q E(Y_q − t)₊, infinite where Y has no mean; a negative scale exchanges the sides."""
+    if isinstance(given, Mixture):
+        value = given.average(side(given.base, threshold))
+        return value if given.order > 1 else torch.full_like(value, math.inf)
+    inner = (threshold - given.loc) / given.scale
+    return given.scale.abs() * torch.where(given.scale > 0, side(given.base, inner), other(given.base, inner))
 
 
 def _raised(given: Poisson | NegativeBinomial) -> Poisson | NegativeBinomial:

@@ -23,8 +23,6 @@ from plausible.core.random import isolated
 from plausible.core.special import double
 from plausible.posteriors.predictive import Predictive
 
-Block = tuple[slice, Any]
-
 
 def need(predictive: Predictive, kinds: tuple[str, ...], what: str, instead: str, name: str = "predictive") -> None:
     """Refuse predictives without inputs, and those of another kind."""
@@ -35,7 +33,6 @@ def need(predictive: Predictive, kinds: tuple[str, ...], what: str, instead: str
 
 
 def filled(values: Any, name: str) -> Tensor:
-    """A plain array that is not empty."""
     given = as_tensor(values, name)
     if given.numel() == 0:
         raise ValueError(f"{name} is empty (shape {list(given.shape)}): there is nothing to decide without inputs")
@@ -50,8 +47,7 @@ def gathered(
     With `draws` it is given the distributions of the S draws, [S, n, *O], which belong together over outputs and inputs.
     """
     with torch.no_grad():
-        given = blocks(predictive, draws) if draws else predictive._laws()
-        parts = [function(*block) for block in given]
+        parts = [function(*block) for block in (blocks(predictive, draws) if draws else predictive._laws())]
     values = double(torch.cat(parts, axis))[0].cpu()
     if bool(values.isnan().any()):
         raise ValueError(f"predictive gives {what or 'a value'} of NaN: its outputs are not finite, or it has no mean")
@@ -113,11 +109,11 @@ def outcomes(predictive: Any, samples: int, seed: int) -> Tensor:
         return values.unsqueeze(1)
     need(predictive, NUMBERS, "but this is about numbers", "a utility matrix, or a callable without outcomes='numbers'")
     each = max(2, math.ceil(whole("samples", samples, 2) / predictive.num_draws))
+    # The draws of a GPU are sampled on it, so its generator is the one to be put back.
     device = predictive._draws(slice(0, 1)).outputs.device
+    held = each * predictive.num_draws
     with isolated(seed, device):
-        values = gathered(
-            predictive, lambda _, given: given.sample((each,)), axis=2, draws=each * predictive.num_draws, what="samples"
-        )
+        values = gathered(predictive, lambda _, given: given.sample((each,)), axis=2, draws=held, what="samples")
     refuse(~torch.isfinite(values), "samples of predictive must be finite")
     return values
 
@@ -154,7 +150,6 @@ def aligned(value: Any, shape: torch.Size | tuple[int, ...], name: str) -> Tenso
 
 
 def target_shape(predictive: Predictive) -> tuple[int, ...]:
-    """[N, *O], the shape of targets."""
     return predictive.likelihood.target_shape((predictive.num_inputs, *predictive.output_shape))
 
 

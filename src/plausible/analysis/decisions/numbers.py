@@ -29,7 +29,6 @@ class Amount:
 
     @property
     def expected_cost(self) -> Tensor:
-        """−`expected_utility`."""
         return -self.expected_utility
 
 
@@ -108,12 +107,7 @@ def linex_cost(predictive: Any, action: Any, shape: float) -> Tensor:
     return torch.exp(k * place + _log_moment(predictive, -k)) - k * (place - _mean(predictive)) - 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-
-
 def _shape(predictive: Any) -> tuple[int, ...]:
-    """The shape of the targets, [N, ...]."""
     if isinstance(predictive, Predictive):
         need(predictive, NUMBERS, "but amounts are numbers", "decide with a utility matrix")
         return target_shape(predictive)
@@ -148,11 +142,11 @@ def _log_moment(predictive: Any, t: float) -> Tensor:
         drawn = sampled(filled(predictive, "predictive"))
         return (t * drawn).logsumexp(0) - math.log(len(drawn))
     need(predictive, NUMBERS, "but amounts are numbers", "decide with a utility matrix")
-    value = gathered(
-        predictive,
-        lambda _, given: log_moment(given, torch.full_like(given.mean, t)).logsumexp(0) - math.log(given.batch_shape[0]),
-        what="an exponential moment",
-    )
+
+    def average(_: slice, given: Any) -> Tensor:
+        return log_moment(given, torch.full_like(given.mean, t)).logsumexp(0) - math.log(given.batch_shape[0])
+
+    value = gathered(predictive, average, what="an exponential moment")
     refuse(~torch.isfinite(value), f"E exp({t:g}·y) must be finite", "choose a shape nearer to 0")
     return value
 
@@ -179,7 +173,6 @@ def log_moment(given: distributions.Distribution, t: Tensor) -> Tensor:
 
 
 def _positive(value: Any, shape: tuple[int, ...], name: str) -> Tensor:
-    """A positive number, or one per input, [] or [N]."""
     given = _one_per_input(value, shape, name)
     refuse(given <= 0, f"{name} must be positive", values=given)
     return given

@@ -39,9 +39,7 @@ def expected_improvement(predictive: Any, best: Any, *, maximise: bool = True, o
     chosen("of", of, OF)
     if (gaussian := _pair(predictive, of)) is not None:
         mean, std = gaussian
-        level = aligned(best, mean.shape, "best")
-        side = _Reflected(mean, std, maximise)
-        return side.excess(level)
+        return _Reflected(mean, std, maximise).excess(aligned(best, mean.shape, "best"))
     if isinstance(predictive, Predictive) and of == "function":
         return _over_functions(predictive, best, lambda away: away.clamp(min=0), maximise)
     return (expected_excess if maximise else expected_shortfall)(predictive, _named(best, predictive))
@@ -70,6 +68,7 @@ def probability_of_improvement(predictive: Any, best: Any, *, maximise: bool = T
         place = rows_of(level, rows, given.mean).expand(given.mean.shape[1:])
         if maximise:
             return 1 - mixture_cdf(given, place)
+        # P(y < b) of counts is F at the largest whole number below b.
         return mixture_cdf(given, place.ceil() - 1 if counts else place)
 
     return gathered(predictive, beyond, what="a probability")
@@ -110,10 +109,6 @@ def thompson(predictive: Any, draws: int | None = None, *, seed: int = 0, maximi
         return best
     picks = torch.randint(len(best), (whole("draws", draws, 1),), generator=random.generator(seed, 17))
     return best[picks]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 class _Reflected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,9 @@ def decide(
     the cost. For 0/1 utilities that is 1 − max p > cost (Chow 1970). Rejecting at a utility of its own is a further row of
     the matrix.
     """
-    cost = None if reject is None else _cost(reject)
+    if reject is not None and (isinstance(reject, bool) or not isinstance(reject, Real) or not 0 <= reject < math.inf):
+        raise ValueError(f"reject must be the cost of rejecting an input, a finite number of at least 0, got {reject!r}")
+    cost = None if reject is None else float(reject)
     if _numeric(predictive, outcomes):
         return _sampled_decision(_Samples.of(predictive, utility, actions, samples, seed), cost)
     probs = mean_probabilities(predictive)
@@ -132,7 +135,7 @@ def value_of_epistemic_information(
     """
     if _numeric(predictive, "classes"):
         drawn = _Samples.of(predictive, utility, actions, samples, seed)
-        informed = _running_max(values.mean(0) for values in drawn.evaluated())
+        informed = functools.reduce(torch.maximum, (values.mean(0) for values in drawn.evaluated()))
         return (informed.mean(0) - drawn.means().amax(-1)).clamp(min=0)
     parts, matrix = [], None
     for rows, probs in draw_probabilities(predictive, "the value of epistemic information"):
@@ -143,10 +146,6 @@ def value_of_epistemic_information(
         informed = _expected(utilities, probs).amax(-1).mean(0)
         parts.append(informed - _expected(utilities, probs.mean(0)).amax(-1))
     return torch.cat(parts).clamp(min=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Classes: matrices
 
 
 def _expected(matrix: Tensor, probs: Tensor) -> Tensor:
@@ -169,15 +168,11 @@ def _matrix(utility: Any, actions: Any, probs: Tensor, inputs: int | None = None
     matrix = as_tensor(utility, "utility").double().cpu()
     expected = f"[actions, {classes}], one column for each class"
     inputs = len(probs) if inputs is None else inputs
-    if matrix.ndim == 3 and probs.ndim == 2:
+    each = matrix.ndim == 3 and probs.ndim == 2  # a matrix for each input
+    if each:
         expected = f"[{inputs}, actions, {classes}] for {inputs} inputs, or [actions, {classes}]"
-    if (
-        matrix.ndim not in ((2, 3) if probs.ndim == 2 else (2,))
-        or matrix.shape[-1] != classes
-        or (matrix.ndim == 3 and len(matrix) != inputs)
-    ):
-        turned = matrix.ndim == 2 and matrix.shape[0] == classes
-        hint = ": pass utility.T" if turned else ""
+    if not (each or matrix.ndim == 2) or matrix.shape[-1] != classes or (each and len(matrix) != inputs):
+        hint = ": pass utility.T" if matrix.ndim == 2 and matrix.shape[0] == classes else ""
         raise ValueError(f"utility has shape {list(matrix.shape)}, expected {expected}{hint}")
     if not matrix.shape[-2]:
         raise ValueError("utility has no rows: there must be at least one action")
@@ -201,10 +196,6 @@ def _number(utility: Callable[[Any, Tensor], Any], action: Any, label: Tensor) -
             "negative number for what must not happen"
         )
     return float(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers: samples
 
 
 @dataclass(frozen=True)
@@ -249,12 +240,11 @@ class _Samples:
             yield value.expand(self.shape).unflatten(0, self.y.shape[:2])
 
     def means(self) -> Tensor:
-        """The expected utilities, [N, ..., A]."""
         return torch.stack([values.mean((0, 1)) for values in self.evaluated()], -1)
 
     def best(self) -> Tensor:
         """The utility of the best action for each sample, [m, S, N, ...]."""
-        return _running_max(self.evaluated())
+        return functools.reduce(torch.maximum, self.evaluated())
 
 
 def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
@@ -265,6 +255,7 @@ def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
         if cost is not None:
             yield drawn.best() - cost
 
+    # Utilities of all actions and samples may not fit into memory together: they are computed twice rather than kept.
     moments = [(values.mean((0, 1)), _spread(values)) for values in columns()]
     utilities, errors = (torch.stack(column, -1) for column in zip(*moments))
     margin, pair = _margin(utilities)
@@ -282,18 +273,8 @@ def _sampled_decision(drawn: _Samples, cost: float | None) -> Decision:
 
 def _spread(values: Tensor) -> Tensor:
     """The standard error of the mean of [m, S, ...], m independent values from each of S strata."""
+    # Samples are spread evenly over the draws, so only what scatters within a draw is Monte Carlo error.
     return (values.var(0).mean(0) / (values.shape[0] * values.shape[1])).sqrt()
-
-
-def _running_max(parts: Iterator[Tensor]) -> Tensor:
-    best = next(parts)
-    for values in parts:
-        best = torch.maximum(best, values)
-    return best
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def _decision(
@@ -331,9 +312,3 @@ def _actions(actions: Any) -> tuple[Any, ...]:
     if not names:
         raise ValueError("actions is empty: there must be at least one action")
     return names
-
-
-def _cost(reject: Any) -> float:
-    if isinstance(reject, bool) or not isinstance(reject, Real) or not 0 <= float(reject) < math.inf:
-        raise ValueError(f"reject must be the cost of rejecting an input, a finite number of at least 0, got {reject!r}")
-    return float(reject)

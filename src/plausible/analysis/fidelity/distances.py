@@ -33,6 +33,7 @@ def wasserstein_squared_to_gaussian(draws: Tensor, mean: Tensor, scale: Tensor) 
     """
     count = len(draws)
     levels = torch.arange(count + 1, dtype=torch.float64, device=draws.device) / count
+    # The ends are ±∞ and have density 0.
     density = torch.exp(-0.5 * torch.special.ndtri(levels).square()) / math.sqrt(2 * math.pi)  # 0 at both ends
     middle = draws.mean(0)
     along = torch.tensordot((density[:-1] - density[1:]).to(draws), draws, dims=1)
@@ -67,6 +68,7 @@ def places_between(*quartiles: Tensor) -> Tensor:
 
 def _steps(first: int, second: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Which of `first` and of `second` equally likely draws lies at each step of both, and the widths of the steps."""
+    # In whole units of 1/(S·T), so that ends which coincide are equal to the bit.
     ends = torch.cat([torch.arange(1, first + 1) * second, torch.arange(1, second + 1) * first]).unique()  # in 1/(S·T)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     places = (starts // second).to(device), (starts // first).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +78,10 @@ def fidelity(
 
     """
     _check(posterior, reference)
-    rows = _data(data, reference)
+    rows = None
+    if data is not None:
+        first = next(iter(reference.model.initial.values()))
+        rows = as_data(data, dtype=first.dtype, device=first.device)
     if x is None and y is not None:
         raise ValueError("y was given without x: pass the inputs that these targets belong to")
     places = regions_of(regions, rows, seed)
@@ -86,7 +90,11 @@ def fidelity(
     if x is None:
         raise ValueError("x is missing: pass the inputs to compare at, or data=(x, y), whose inputs are taken then")
     one, two = Side.of(posterior, x, draws, seed, "posterior"), Side.of(reference, x, draws, seed, "reference")
-    _check_converged(reference, x)
+    chains = isinstance(reference, DrawsPosterior) and reference.chains > 1
+    # Chains that disagree are no truth, and everything looks as good as they are.
+    if chains and (ratio := reference.diagnostics(x).get("rhat", math.nan)) > 1.05:
+        noisy = "it is no truth to be held against, and its own noise, the floor, is large; run it longer"
+        log.warning("the chains of the reference do not agree on f(x) (R̂ %.2f): %s", ratio, noisy)
     parts = _compared(one, two, y)
     split = two.halves() if floor else None
     floors = _compared(*split, y) if split is not None else {}
@@ -94,7 +102,7 @@ def fidelity(
 
     def measure(name: str, plain: Measure) -> Measure:
         level = plain.ideal if exact else floors[name].value if name in floors else None
-        return plain if math.isnan(plain.value) else _with_floor(plain, level)
+        return plain if math.isnan(plain.value) else replace(plain, floor=level)
 
     looked = {}
     for name, at in places.items():
@@ -112,22 +120,6 @@ def fidelity(
     )
 
 
-def _check_converged(reference: Posterior, x: Any) -> None:
-    """Warn of chains that do not agree with each other: a reference that is no truth makes everything look as good as itself."""
-    if isinstance(reference, DrawsPosterior) and reference.chains > 1:
-        ratio = reference.diagnostics(x).get("rhat", math.nan)
-        if ratio > 1.05:
-            log.warning(
-                "the chains of the reference do not agree on f(x) (R̂ %.2f): it is no truth to be held against, and its own noise, "
-                "the floor, is large; run it longer",
-                ratio,
-            )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Predictions and functions
-
-
 def _compared(one: Side, two: Side, y: Any) -> dict[str, Measure]:
     kind = one.predictive.likelihood.kind
     measures: dict[str, Measure] = {}
@@ -141,9 +133,8 @@ def _compared(one: Side, two: Side, y: Any) -> dict[str, Measure]:
         measures["log_likelihood"] = Measure.missing("needs y, the targets at x")
     else:
         p, q = one.log_densities(y), two.log_densities(y)
-        measures["log_likelihood"] = Measure(
-            *jackknife(lambda i, j: float((p.log_mean_exp(i) - q.log_mean_exp(j)).mean()), one.num_blocks, two.num_blocks)
-        )
+        gain = lambda i, j: float((p.log_mean_exp(i) - q.log_mean_exp(j)).mean())  # noqa: E731
+        measures["log_likelihood"] = Measure(*jackknife(gain, one.num_blocks, two.num_blocks))
     return measures
 
 
@@ -166,6 +157,7 @@ def _classes(one: Side, two: Side, binary: bool) -> dict[str, Measure]:
 
 
 def _numbers(one: Side, two: Side) -> Measure:
+    # Sums over all counts are exact; a grid of places is for densities, and for counts too large to list.
     places = _whole_numbers(one, two)
     if places is None:
         places = distances.places_between(one.quartiles(), two.quartiles())
@@ -190,6 +182,7 @@ def _whole_numbers(one: Side, two: Side) -> Tensor | None:
 def _wasserstein(one: Side, two: Side) -> Measure:
     f, g = one.functions(), two.functions()
     spread = g.spread()
+    # Where the reference does not move there is no unit to measure the distance in.
     moving = spread > _SMALL * (1 + (g.mean if g.mean is not None else g.draws.mean(0)).abs())  # type: ignore[union-attr]
     if not bool(moving.any()):
         return Measure.missing("the reference has no spread to measure by")
@@ -214,34 +207,22 @@ def _region(one: Side, two: Side, halves: tuple[Side, Side] | None, exact: bool)
 
         def level(side: Any, closed: bool, without: int | None = None) -> float:
             first, second = side.mean(without)
-            whole = side.mean()[0]
-            moved = 0.0 if closed else (first - whole).square()  # squares are around the mean of all blocks
-            each = second - moved
+            # The squares are around the mean of all blocks, which moves when one is left out.
+            each = second if closed else second - (first - side.mean()[0]).square()
             return float((each.sum(-1) if p.predictive.likelihood.kind == "classes" else each).mean())
 
         levels = level(a, p.closed_form), level(b, q.closed_form)
         if not levels[1] > 0:
             return *levels, (math.nan, 0.0)
-        return *levels, jackknife(
-            lambda i, j: level(a, p.closed_form, i) / level(b, q.closed_form, j), p.num_blocks, q.num_blocks
-        )
+        share = lambda i, j: level(a, p.closed_form, i) / level(b, q.closed_form, j)  # noqa: E731
+        return *levels, jackknife(share, p.num_blocks, q.num_blocks)
 
     mine, truth, (value, error) = ratio(one, two)
-    level = 1.0 if exact else None if halves is None else ratio(*halves)[2][0]
-    against = (
-        Measure.missing("the reference has no epistemic variance there", 1.0)
-        if math.isnan(value)
-        else Measure(value, error, level, 1.0)
-    )
+    against = Measure.missing("the reference has no epistemic variance there", 1.0)
+    if not math.isnan(value):
+        floor = 1.0 if exact else None if halves is None else ratio(*halves)[2][0]
+        against = Measure(value, error, floor, 1.0)
     return Region(one.predictive.num_inputs, mine, truth, against)
-
-
-def _with_floor(measure: Measure, level: float | None) -> Measure:
-    return Measure(measure.value, measure.error, level, measure.ideal, measure.note)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
 
 
 def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws: int | None, floor: bool, seed: int) -> Measure:
@@ -256,6 +237,7 @@ def _stein(posterior: Posterior, reference: Posterior, data: Data | None, draws:
         truth, others = _weight_draws(reference, target, draws, seed)
     except (TypeError, ValueError, NotImplementedError, KeyError):
         truth, others = mine, blocks
+    # The length comes from the reference, so that all approximations of it are measured by the same kernel.
     length = stein.median_length(truth, others) or stein.median_length(mine, blocks)
     if not length:
         return Measure.missing("neither posterior has two different draws to take a length from")
@@ -284,13 +266,10 @@ def _weight_draws(posterior: Posterior, target: ModelDensity, draws: int | None,
     positions = target.flatten(named).detach().cpu()
     _, blocks = divide(len(positions), getattr(posterior, "chains", 1) if wanted is None else 1)
     if len(positions) > STEIN:
+        # In the order of blocks, so that every chain gives its share.
         kept = blocks.argsort(stable=True)[torch.linspace(0, len(positions) - 1, STEIN).long()]
         positions, blocks = positions[kept], blocks[kept]
     return positions, blocks.unique(return_inverse=True)[1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was given
 
 
 def _check(posterior: Any, reference: Any) -> None:
@@ -299,10 +278,8 @@ def _check(posterior: Any, reference: Any) -> None:
             raise TypeError(f"{name} must be a posterior, as pl.fit returns it, got {type(given).__name__}")
     shapes = [tuple(each.model.output_shape) for each in (posterior, reference)]
     if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"posterior has outputs of shape {shapes[0]} per input, reference {shapes[1]}: compare posteriors of the same "
-            "network"
-        )
+        both = f"posterior has outputs of shape {shapes[0]} per input, reference {shapes[1]}"
+        raise ValueError(f"{both}: compare posteriors of the same network")
     kinds = [each.likelihood.kind for each in (posterior, reference)]
     if kinds[0] != kinds[1]:
         raise ValueError(
@@ -311,17 +288,14 @@ def _check(posterior: Any, reference: Any) -> None:
         )
 
 
-def _data(data: Any, reference: Posterior) -> Data | None:
-    if data is None:
-        return None
-    first = next(iter(reference.model.initial.values()))
-    return as_data(data, dtype=first.dtype, device=first.device)
-
-
 def regions_of(asked: Any, data: Data | None, seed: int) -> dict[str, Any]:
     """The regions asked for, or those found in data that are arrays."""
     if asked is not None:
-        return regions.given(asked)
+        if not isinstance(asked, dict) or not all(isinstance(name, str) for name in asked):
+            raise TypeError(f"regions must be a dictionary from names to inputs, got {type(asked).__name__}")
+        if not asked:
+            raise ValueError("regions is empty: leave it out, or name at least one, such as {'between': x}")
+        return dict(asked)
     inputs = data.all().x if isinstance(data, ArrayData) else None
     if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.ndim > 1 and num_rows(inputs) > 1:
         return regions.find(inputs.cpu(), seed)

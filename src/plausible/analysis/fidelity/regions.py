@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -32,6 +30,7 @@ def find(x: Tensor, seed: int = 0) -> dict[str, Tensor]:
         return {"inside": x[:1].clone()}
     stream = random.generator(seed, 61)
     picked = torch.randperm(len(x), generator=stream)[:MOST].sort().values.to(x.device)
+    # In standard deviations, so that no column rules the distances by its unit; a constant one has none.
     units = torch.where(varies, (flat - centre) / torch.where(varies, scale, 1.0), 0.0)
     chosen = {"inside": units[picked]}
     if (gap := _between(units, varies, stream)) is not None:
@@ -71,12 +70,3 @@ def _outside(units: Tensor, count: int) -> Tensor:
     away = units[radius > 0]
     rays = (away / away.norm(dim=1, keepdim=True))[torch.linspace(0, len(away) - 1, count).long().to(units.device)]
     return rays * radius.max() * torch.linspace(1.25, 2.0, len(rays), dtype=units.dtype, device=units.device)[:, None]
-
-
-def given(regions: Any) -> dict[str, Any]:
-    """Regions of one's own, checked: a mapping from names to inputs."""
-    if not isinstance(regions, dict) or not all(isinstance(name, str) for name in regions):
-        raise TypeError(f"regions must be a dictionary from names to inputs, got {type(regions).__name__}")
-    if not regions:
-        raise ValueError("regions is empty: leave it out, or name at least one, such as {'between': x}")
-    return dict(regions)

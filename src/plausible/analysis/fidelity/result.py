@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from plausible.analysis.tables import plain_text, rich_table
 from plausible.core.words import plural
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ class Measure:
 
     @classmethod
     def missing(cls, why: str, ideal: float = 0.0) -> Measure:
-        """NaN with the reason."""
         return cls(math.nan, ideal=ideal, note=why)
 
     @property
@@ -95,9 +95,7 @@ class Fidelity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what is not there is None."""
-        plain = asdict(self)
-        plain["epistemic"] = {name: asdict(region) for name, region in self.epistemic.items()}
-        return _plain(plain)
+        return _plain(asdict(self))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fidelity:
@@ -110,47 +108,23 @@ class Fidelity:
         }
         return cls(**fields)
 
-    def _rows(self) -> list[tuple[str, str, str, str]]:
+    def table(self) -> Table:
+        counts = ["closed form" if n is None else plural(n, "draw") for n in (self.draws, self.reference_draws)]
         words = WORDS | {f"epistemic.{name}": f"epistemic variance over the reference's, {name}" for name in self.epistemic}
         rows = []
         for name, measure in self.measures.items():
             floor = "" if measure.floor is None else _shown(measure.floor, 3)
-            note = measure.note or {True: "as near as the reference to itself", False: "", None: ""}[measure.at_floor]
+            note = measure.note or ("as near as the reference to itself" if measure.at_floor else "")
             rows.append((words[name], measure.text(), floor, note))
-        return rows
-
-    def table(self) -> Table:
-        """A table for `rich`."""
-        from rich import box
-        from rich.table import Table
-
-        many = [_count(n) for n in (self.draws, self.reference_draws)]
-        shown = Table(
-            title=f"{self.posterior} ({many[0]}) against {self.reference} ({many[1]}), {self.inputs:,} inputs",
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-        )
-        for head, side in (("measure", "left"), ("value", "right"), ("noise floor", "right"), ("", "left")):
-            shown.add_column(head, justify=side)  # type: ignore[arg-type]
-        for row in self._rows():
-            shown.add_row(*row)
-        return shown
+        title = f"{self.posterior} ({counts[0]}) against {self.reference} ({counts[1]}), {self.inputs:,} inputs"
+        heads = ("measure", "value", "noise floor", "")
+        return rich_table(heads, rows, words=("measure", ""), title=title, title_style="bold")
 
     def __rich__(self) -> Table:
         return self.table()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=180, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self.table())
-        return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
-
-
-def _count(draws: int | None) -> str:
-    return "closed form" if draws is None else plural(draws, "draw")
+        return plain_text(self.table(), 180)
 
 
 def _shown(value: float, digits: int) -> str:

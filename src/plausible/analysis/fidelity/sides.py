@@ -69,7 +69,6 @@ class Sorted:
         return Sorted(left)
 
     def spread(self) -> Tensor:
-        """Standard deviations, [...]."""
         return self.scale if self.draws is None else self.draws.std(0, correction=0)  # type: ignore[return-value]
 
 
@@ -93,13 +92,13 @@ class Side:
             drawn = predictive._draws(slice(0, predictive.num_inputs))
         except ValueError as error:
             raise ValueError(f"{name} cannot be evaluated at x: {error}") from error
-        whole = Predictive.from_functions(drawn.outputs.detach().cpu(), predictive.likelihood, _on_cpu(drawn))
+        weights = {name: weight.detach().cpu() for name, weight in drawn.weights.items()}
+        whole = Predictive.from_functions(drawn.outputs.detach().cpu(), predictive.likelihood, weights)
         chain, blocks = divide(len(drawn.outputs), getattr(posterior, "chains", 1) if wanted is None else 1)
         return cls(whole, blocks, chain)
 
     @property
     def closed_form(self) -> bool:
-        """Whether integrals over f were taken, and not draws."""
         return isinstance(self.predictive, GaussianPredictive)
 
     @property
@@ -112,19 +111,15 @@ class Side:
             return None
         chains = int(self.chain.max()) + 1
         order = torch.arange(len(self.blocks))
+        # Halves of one chain share where it started; with several, half of the chains is the more honest rival.
         early = self.chain < chains // 2 if chains > 1 else order < len(order) // 2
         return self._part(early), self._part(~early)
 
     def _part(self, chosen: Tensor) -> Side:
         outputs, weights = self._drawn()
-        part = Predictive.from_functions(
-            outputs[chosen], self.predictive.likelihood, {n: w[chosen] for n, w in weights.items()}
-        )
-        blocks = self.blocks[chosen].unique(return_inverse=True)[1]
-        return Side(part, blocks, self.chain[chosen])
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What is computed of it
+        some = {name: weight[chosen] for name, weight in weights.items()}
+        part = Predictive.from_functions(outputs[chosen], self.predictive.likelihood, some)
+        return Side(part, self.blocks[chosen].unique(return_inverse=True)[1], self.chain[chosen])
 
     def functions(self) -> Sorted:
         """f(x), sorted, [S, N, …] in float64; logits of classes less their mean over the classes, which predictions do not see."""
@@ -162,9 +157,8 @@ class Side:
         wide = {n: w.double() for n, w in weights.items()}
         each = self.predictive.likelihood.log_prob(outputs.double(), targets, wide)
         each = each.flatten(2).sum(-1) if each.ndim > 2 else each
-        sums = [each[self.blocks == k].logsumexp(0) for k in range(self.num_blocks)]
-        sizes = self._sizes()
-        return Averages(torch.stack(sums) - sizes.log()[:, None], sizes)
+        sums = torch.stack([each[self.blocks == k].logsumexp(0) for k in range(self.num_blocks)])
+        return Averages(sums - self._sizes().log()[:, None], self._sizes())
 
     def below(self, places: Tensor) -> Averages:
         """P(y ≤ places), [K, N, …] → [blocks, K, N, …]."""
@@ -173,6 +167,7 @@ class Side:
             return Averages(values.double().cpu()[None], torch.ones(1))
         outputs, weights = self._drawn()
         wide = {n: w.double() for n, w in weights.items()}
+        # Distribution functions of all draws at all places would not fit into memory: inputs are taken in parts.
         size = max(1, _ELEMENTS // math.prod((len(outputs), *outputs.shape[2:])))
         parts = []
         for start in range(0, outputs.shape[1], size):
@@ -182,10 +177,7 @@ class Side:
         return Averages(torch.cat(parts, 2), self._sizes())
 
     def quartiles(self) -> Tensor:
-        """Of y, [3, N, …]."""
         return self.predictive.quantile([0.25, 0.5, 0.75]).double().cpu()
-
-    # -----------------------------------------------------------------------------------------------------------------
 
     def _drawn(self) -> Draws:
         return self.predictive._draws(slice(0, self.predictive.num_inputs))
@@ -212,6 +204,7 @@ def divide(count: int, chains: int) -> tuple[Tensor, Tensor]:
     row = torch.arange(count)
     chains = chains if chains > 0 and count % chains == 0 else 1
     length, chain = count // chains, row % chains
+    # Draws are stored with the chain as the fastest index, and a block must not mix chains.
     each = max(1, min(length, -(-BLOCKS // chains)))
     return chain, chain * each + (row // chains) * each // length
 
@@ -227,7 +220,3 @@ def jackknife(statistic: Callable[[int | None, int | None], float], first: int, 
             left = torch.tensor([statistic(*((k, None) if side == 0 else (None, k))) for k in range(count)])
             variance += float((count - 1) / count * (left - left.mean()).square().sum())
     return statistic(None, None), math.sqrt(variance)
-
-
-def _on_cpu(draws: Draws) -> dict[str, Tensor]:
-    return {name: weight.detach().cpu() for name, weight in draws.weights.items()}

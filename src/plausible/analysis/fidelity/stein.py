@@ -27,6 +27,7 @@ def stein_matrix(weights: Tensor, scores: Tensor, length: float) -> Tensor:
 
 def squared_distances(weights: Tensor) -> Tensor:
     """‖w_i − w_j‖² of all pairs, [n, P] → [n, n]."""
+    # ‖a‖² + ‖b‖² − 2a·b loses all digits where the weights are far from 0 and near each other.
     centred = weights - weights.mean(0)
     squares = centred.square().sum(1)
     return (squares[:, None] + squares - 2 * centred @ centred.T).clamp(min=0).fill_diagonal_(0)
@@ -51,6 +52,7 @@ def discrepancy(matrix: Tensor, blocks: Tensor) -> tuple[float, float]:
         return float(matrix.mean()), 0.0
     member = torch.nn.functional.one_hot(blocks, count).to(matrix)  # [n, blocks]
     sums, pairs = member.T @ matrix @ member, torch.outer(member.sum(0), member.sum(0))
+    # Pairs within a block are neighbours in a chain: they would pull the mean up, whatever the law.
     sums.fill_diagonal_(0)
     pairs.fill_diagonal_(0)
     value = float(sums.sum() / pairs.sum())

@@ -78,6 +78,7 @@ def pit(predictive: Any, y: Any, *, seed: int = 0, mask: Any = None) -> Tensor:
             low = torch.where(target > 0, double(predictive.cdf((target - 1).clamp(min=0)))[0].cpu(), 0.0)
         if bool(high.isnan().any()):
             raise ValueError("predictive gives a cumulative probability of NaN: its outputs are not finite")
+    # Where F jumps, u is drawn inside the jump: only then is it uniform for counts and for ranks among samples.
     level = torch.rand(target.shape, generator=random.generator(seed, _PIT), dtype=torch.float64)
     return torch.where(observed, low + level * (high - low), torch.nan)
 
@@ -178,6 +179,7 @@ def _binned(confidence: Tensor, hit: Tensor, bins: int, binning: str) -> tuple[T
     else:
         last = (torch.arange(1, bins) * count + bins - 1) // bins - 1  # the ⌈kM/B⌉-th smallest closes bin k
         edges = confidence.sort(0).values[last.clamp(min=0)].T.contiguous()
+    # The first edge that is not below closes the bin, (low, high], so that a confidence of 1 has a bin.
     place = torch.searchsorted(edges, confidence.T.contiguous()).T  # the first edge that is not below: (low, high]
     sums = [
         torch.zeros(bins, columns, dtype=torch.float64).scatter_add(0, place, value)

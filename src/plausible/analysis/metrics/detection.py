@@ -24,6 +24,7 @@ def ood_auroc(inside: Any, outside: Any, score: str = "entropy") -> float:
     """
     values, positive = _pooled(inside, outside, score)
     _, place, counts = values.unique(return_inverse=True, return_counts=True)
+    # A tie counts as half a win: with mid-ranks the area is exact, and no threshold has to be swept.
     ranks = (counts.cumsum(0) - (counts - 1) / 2).double()[place]  # mid-ranks
     out, total = int(positive.sum()), len(values)
     return float((ranks[positive].sum() - out * (out + 1) / 2) / (out * (total - out)))
@@ -38,6 +39,7 @@ def ood_aupr(inside: Any, outside: Any, score: str = "entropy", *, positive: str
     values, wanted = _pooled(inside, outside, score)
     if chosen("positive", positive, ("outside", "inside")) == "inside":
         values, wanted = -values, ~wanted
+    # Examples of one score are one threshold; otherwise the order of the rows would decide about ties.
     levels, place = values.unique(return_inverse=True)
     size = torch.zeros(len(levels), dtype=torch.float64)
     hits = size.scatter_add(0, place, wanted.double()).flip(0)  # from the highest score down, ties together
@@ -128,6 +130,7 @@ def _pooled(inside: Any, outside: Any, score: str) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is empty: detection needs inputs of both kinds")
         values = uncertainty_score(given, score, name)
         parts.append(values.reshape(len(values), -1).mean(-1))
+    # The entropy of ten classes is larger than that of two, whatever the inputs are.
     sizes = [given.shape[-1] for given in map(_classes, (inside, outside)) if given is not None]
     if len(set(sizes)) > 1:
         raise ValueError(f"inside has {sizes[0]} classes and outside {sizes[1]}: their {score} cannot be compared")

@@ -54,7 +54,6 @@ class Labelled:
 
     @property
     def truth(self) -> Tensor:
-        """The indicator of the true class, [M, C]."""
         return F.one_hot(self.labels, self.probs.shape[-1]).to(self.probs)
 
 
@@ -73,6 +72,7 @@ def labelled(predictive: Any, y: Any, mask: Any = None) -> Labelled:
         def logs() -> Tensor:
             return probs.maximum(floor).log().reshape(-1, probs.shape[-1])[observed.flatten()]
 
+    # Labels and positions of one input are examples of their own, but keep its row: some scores are means over inputs.
     keep = observed.flatten()
     rows = torch.arange(len(observed)).repeat_interleave(keep.numel() // len(observed))
     flat = probs.reshape(-1, probs.shape[-1])
@@ -83,6 +83,7 @@ def _raw_labelled(predictive: Any, y: Any, mask: Any) -> tuple[Tensor, Tensor, T
     """Probabilities [N, ..., C], targets, which were observed, and the least that each class's probability can be."""
     target, observed = _targets(y, mask)
     given = _floats(predictive, "predictive", "class probabilities")
+    # A probability that was rounded to 0 may be anything below the least number of its type, and its logarithm is that number's.
     limits = torch.finfo(given.dtype)
     smallest = torch.tensor([limits.tiny * limits.eps], dtype=torch.float64)
     if given.shape == target.shape:
@@ -168,21 +169,15 @@ def probability_kind(predictive: Any) -> bool:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """An integer setting of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 
 
 def chosen(name: str, value: Any, options: tuple[str, ...]) -> str:
-    """One of the words that an argument may be."""
     if value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
     return str(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def _targets(y: Any, mask: Any) -> tuple[Tensor, Tensor]:
@@ -239,6 +234,7 @@ def _normalised(given: Tensor, name: str) -> Tensor:
 def _unit(given: Tensor, name: str = "predictive") -> Tensor:
     """Probabilities of yes: in [0, 1], with a rounding above it forgiven."""
     probs = given.double()
+    # Asked the positive way, because a NaN fails every comparison.
     bad = ~((probs >= 0) & (probs <= 1 + torch.finfo(given.dtype).eps))  # a NaN fails both
     _refuse(bad, f"{name}, taken as P(y = 1), must lie in [0, 1]", "pass torch.sigmoid(logits)", probs)
     return probs.clamp(max=1)

@@ -56,6 +56,7 @@ def sample_crps(drawn: Tensor, target: Tensor) -> Tensor:
     count = len(drawn)
     if count < 2:
         raise ValueError(f"predictive has {count} sample of y; the spread of a distribution needs at least 2")
+    # Distances between samples do not change when y is subtracted, and sums of small numbers keep more digits.
     centred = (drawn - target).sort(0).values
     rank = 2 * torch.arange(1, count + 1, dtype=drawn.dtype)[:, None] - count - 1
     return centred.abs().mean(0) - (rank * centred).sum(0) / (count * (count - 1))
@@ -99,6 +100,7 @@ def half_spread(mean: Tensor, scale: Tensor, how: str = "auto", weight: Tensor |
     low, width = mean.amin(0) - reach, mean.amax(0) - mean.amin(0) + 2 * reach
     need = float((width / (_MESH * scale.amin(0))).max())
     points = math.ceil(need) + 1 if math.isfinite(need) else draws
+    # A point of the grid costs S and all pairs S²/2: many draws of similar means are cheaper on the grid.
     if how == "grid" or (how == "auto" and points < draws // 2):
         step = width / (points - 1)
         total = torch.zeros_like(low)
@@ -108,6 +110,7 @@ def half_spread(mean: Tensor, scale: Tensor, how: str = "auto", weight: Tensor |
         return total * step
     variance = scale.square()
     total = (weight.square() * scale).sum(0) * (2 / math.sqrt(math.pi))  # s = t: A(0, 2σ²) = 2σ/√π
+    # A shift meets each pair once and stands for both its orders; the half turn of an even S meets each twice already.
     for shift in range(1, draws // 2 + 1):
         pairs = _expected_distance(mean - mean.roll(shift, 0), variance + variance.roll(shift, 0))
         total = total + (weight * weight.roll(shift, 0) * pairs).sum(0) * (1 if 2 * shift == draws else 2)

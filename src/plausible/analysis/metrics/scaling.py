@@ -64,6 +64,7 @@ def _cross_fitted(answers: Labelled, logs: Tensor, seed: int, split: int) -> flo
     inputs, place = answers.rows.unique(return_inverse=True)
     if len(inputs) < 2:
         raise ValueError("calibrated_log_loss needs at least 2 inputs to halve, got 1: pass held_out=(predictive, y)")
+    # Inputs are halved and not examples: the labels of one input would tell the temperature about each other.
     first = torch.randperm(len(inputs), generator=random.generator(seed, _SPLIT, split)) < len(inputs) // 2
     inside = first[place]
     total = 0.0
@@ -101,6 +102,7 @@ def _inverse_temperature(logs: Tensor, labels: Tensor) -> float:
     for _ in range(_STEPS):
         first, second = slope(inverse)
         low, high = (inverse, high) if first < 0 else (low, inverse)
+        # Newton alone overshoots where the loss is nearly flat; outside the bracket the geometric mean of its ends is taken.
         newton = inverse - first / second if second > 0 else math.inf
         step = newton if low < newton < high else math.sqrt(low * high)
         if abs(step - inverse) <= 1e-12 * inverse:

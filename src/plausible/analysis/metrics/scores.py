@@ -1,10 +1,12 @@
-"""Scores of predictions, each one number: how probable the truth was, and how far predictions were from it."""
+"""Scores of predictions, each one number: how probable the truth was, how far predictions were from it, or from a reference."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from plausible.analysis.metrics.inputs import labelled, point_predictions, predictive_targets
+from torch import Tensor
+
+from plausible.analysis.metrics.inputs import class_probabilities, labelled, point_predictions, predictive_targets
 from plausible.posteriors.predictive import Predictive
 
 
@@ -20,6 +22,7 @@ def log_likelihood(predictive: Any, y: Any, *, mask: Any = None) -> float:
         each = answers.probs.gather(-1, answers.labels[:, None]).squeeze(-1).log()
         return float(each.sum() / len(answers.rows.unique()))
     target, observed = predictive_targets(predictive, y, mask)
+    # The mean is over inputs with anything observed, not over all that were predicted.
     rows = observed.reshape(len(observed), -1).any(-1)
     whole = bool(observed.all())
     density = (predictive.log_prob(target) if whole else predictive._log_density(target, observed)).cpu()
@@ -65,3 +68,25 @@ def mae(predictive: Any, y: Any, *, mask: Any = None) -> float:
     """
     mean, target = point_predictions(predictive, y, mask)
     return float((mean - target).abs().mean())
+
+
+def agreement(predictive: Any, reference: Any) -> float:
+    """1/N Σ 1[argmax_k p_k = argmax_k q_k]: the share of inputs with the same most probable class (Izmailov et al. 2021)."""
+    p, q = _both(predictive, reference)
+    return float((p.argmax(-1) == q.argmax(-1)).double().mean())
+
+
+def total_variation(predictive: Any, reference: Any) -> float:
+    """1/N Σ ½ Σ_k |p_k − q_k|: the most by which the two differ about any event, from 0 to 1 (Izmailov et al. 2021)."""
+    p, q = _both(predictive, reference)
+    return float(0.5 * (p - q).abs().sum(-1).mean())
+
+
+def _both(predictive: Any, reference: Any) -> tuple[Tensor, Tensor]:
+    p, q = class_probabilities(predictive, "predictive"), class_probabilities(reference, "reference")
+    if p.shape != q.shape:
+        raise ValueError(
+            f"predictive has probabilities of shape {list(p.shape)}, reference {list(q.shape)}: expected the same inputs "
+            "and classes in the same order; average draws first"
+        )
+    return p, q

@@ -44,6 +44,7 @@ def risk_coverage(predictive: Any, y: Any, score: str | None = None, *, mask: An
 def curve(losses: Tensor, uncertainty: Tensor) -> RiskCoverage:
     """The curve of losses [M] by uncertainty [M]: within a tie every example has the mean loss of the tie."""
     levels, place, counts = uncertainty.unique(return_inverse=True, return_counts=True)
+    # Within a tie any order is as good; the mean loss is what a random one has on average.
     mean_loss = torch.zeros(len(levels), dtype=torch.float64).scatter_add(0, place, losses) / counts
     number = torch.arange(1, len(losses) + 1, dtype=torch.float64)
     return RiskCoverage(number / len(losses), mean_loss.repeat_interleave(counts).cumsum(0) / number)

@@ -88,6 +88,7 @@ class _Measured:
         self.low, self.high = intervals(predictive, level)
         self.variance = uncertainty_score(predictive, "variance")
         self.pit = pit(predictive, y, mask=mask)
+        # Quantiles, F(y) and CRPS of a mixture cost many passes over the draws: once here, and not once for each output.
         self.crps = torch.full_like(self.target, torch.nan)
         self.crps[self.observed] = crps_values(predictive, y, mask=mask)
 

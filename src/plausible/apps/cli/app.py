@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from plausible.apps.cli import datasets, diagnosing, errors, fidelity, pruning, sweeping
-from plausible.apps.cli import models as evidence
-from plausible.apps.cli.errors import Debug, Quiet, guarded, note
+from plausible.apps.cli import datasets, diagnosing, errors, models, pruning, sweeping
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Device, Draws, Overwrite, Quiet, Run, Seed, numbers, option, words
 
 app = typer.Typer(
     name="plausible",
@@ -23,86 +22,26 @@ app = typer.Typer(
 )
 app.add_typer(datasets.app, name="data")
 
-
-class Task(enum.StrEnum):
-    """What to predict."""
-
-    auto = "auto"
-    regression = "regression"
-    classification = "classification"
-
-
-class Likelihood(enum.StrEnum):
-    """How targets scatter around the network's outputs."""
-
-    auto = "auto"
-    gaussian = "gaussian"
-    categorical = "categorical"
-    bernoulli = "bernoulli"
-    poisson = "poisson"
-    negative_binomial = "negative-binomial"
-    student_t = "student-t"
-    heteroscedastic = "heteroscedastic"
-
-
-class Activation(enum.StrEnum):
-    """The nonlinearity of the hidden layers."""
-
-    relu = "relu"
-    tanh = "tanh"
-    silu = "silu"
-    gelu = "gelu"
-
-
-class Missing(enum.StrEnum):
-    """What to do about missing values."""
-
-    refuse = "refuse"
-    drop = "drop"
-    impute = "impute"
-
-
-class Device(enum.StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-    mps = "mps"
-
-
-class Compile(enum.StrEnum):
-    """Whether to compile the training step."""
-
-    auto = "auto"
-    yes = "yes"
-    no = "no"
-
-
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", show_default=False)]
-MODEL, TRAINING, DATA, OUTPUT = "The model", "Training", "The data", "Output"
-
-
-def words(text: str | None) -> tuple[str, ...]:
-    """`a, b` → `("a", "b")`."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+Task = Literal["auto", "regression", "classification"]
+Likelihood = Literal[
+    "auto", "gaussian", "categorical", "bernoulli", "poisson", "negative-binomial", "student-t", "heteroscedastic"
+]
+MODEL, TRAINING, DATA = "The model", "Training", "The data"
+THEIRS = "the method's"
+FASTEST = "cpu, cuda, mps, or auto: the fastest there is."
 
 
 def widths(text: str) -> tuple[int, ...]:
     """`50,50` → `(50, 50)`; `none` or nothing is a linear model."""
     if text.strip().lower() in ("", "none", "0"):
         return ()
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        found = (0,)
-    if min(found) < 1:
+    layers = numbers(text, int)
+    if min(layers, default=0) < 1:
         raise ValueError(f"--hidden takes layer widths such as 50,50 (or none for a linear model), got {text!r}")
-    return found
+    return layers
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and stop."""
     if wanted:
         import plausible
 
@@ -125,99 +64,74 @@ def common(
 @guarded
 def fit(
     data: Annotated[Path, typer.Argument(help="A table with a header: .csv, .tsv or .parquet.", show_default=False)],
-    target: Annotated[
-        list[str], typer.Option("--target", "-t", help="Column to predict; repeat for several.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the run.", show_default=False)],
-    method: Annotated[str, typer.Option("--method", "-m", help="See: plausible methods.")] = "ensemble",
+    targets: Annotated[list[str], option("Column to predict; repeat for several.", "--target", "-t")],
+    out: Annotated[Path, option("Folder for the run.", "--out", "-o")],
+    method: Annotated[str, option("See: plausible methods.", "--method", "-m", shown=True)] = "ensemble",
     task: Annotated[
         Task,
-        typer.Option(
+        option(
+            "regression, classification, or auto: text and up to 20 different integers are classes.",
             metavar="NAME",
-            help="regression, classification, or auto: text and up to 20 different integers are classes.",
-            rich_help_panel=MODEL,
+            panel=MODEL,
+            shown=True,
         ),
-    ] = Task.auto,
+    ] = "auto",
     likelihood: Annotated[
         Likelihood,
-        typer.Option(
-            metavar="NAME",
-            help="gaussian, student-t, heteroscedastic, poisson, negative-binomial, categorical, "
+        option(
+            "gaussian, student-t, heteroscedastic, poisson, negative-binomial, categorical, "
             "bernoulli, or auto: gaussian for numbers, categorical for classes.",
-            rich_help_panel=MODEL,
+            metavar="NAME",
+            panel=MODEL,
+            shown=True,
         ),
-    ] = Likelihood.auto,
+    ] = "auto",
     prior_scale: Annotated[
-        float, typer.Option(help="Standard deviation of the Gaussian prior of the weights.", rich_help_panel=MODEL)
+        float, option("Standard deviation of the Gaussian prior of the weights.", panel=MODEL, shown=True)
     ] = 1.0,
-    hidden: Annotated[
-        str, typer.Option(help="Widths of the hidden layers; none: a linear model.", rich_help_panel=MODEL)
-    ] = "50,50",
+    hidden: Annotated[str, option("Widths of the hidden layers; none: a linear model.", panel=MODEL, shown=True)] = "50,50",
     activation: Annotated[
-        Activation,
-        typer.Option(metavar="NAME", help="relu, tanh, silu or gelu, after each hidden layer.", rich_help_panel=MODEL),
-    ] = Activation.relu,
-    epochs: Annotated[
-        int | None, typer.Option(help="Passes over the training rows.", rich_help_panel=TRAINING, show_default="the method's")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows per step.", rich_help_panel=TRAINING, show_default="the method's")
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate.", rich_help_panel=TRAINING, show_default="the method's")
-    ] = None,
-    set_: Annotated[
+        Literal["relu", "tanh", "silu", "gelu"],
+        option("relu, tanh, silu or gelu, after each hidden layer.", metavar="NAME", panel=MODEL, shown=True),
+    ] = "relu",
+    epochs: Annotated[int | None, option("Passes over the training rows.", panel=TRAINING, shown=THEIRS)] = None,
+    batch_size: Annotated[int | None, option("Rows per step.", panel=TRAINING, shown=THEIRS)] = None,
+    lr: Annotated[float | None, option("Learning rate.", panel=TRAINING, shown=THEIRS)] = None,
+    extras: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Another setting of the method, such as members=10; repeat for several. See: plausible methods NAME.",
             "--set",
             metavar="KEY=VALUE",
-            help="Another setting of the method, such as members=10; repeat for several. See: plausible methods NAME.",
-            rich_help_panel=TRAINING,
-            show_default=False,
+            panel=TRAINING,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split, the first weights and the training.", rich_help_panel=TRAINING)] = 0,
-    device: Annotated[
-        Device, typer.Option(metavar="NAME", help="cpu, cuda, mps, or auto: the fastest there is.", rich_help_panel=TRAINING)
-    ] = Device.auto,
-    compile_: Annotated[
-        Compile,
-        typer.Option(
-            "--compile",
-            metavar="NAME",
-            help="Compile the training step: yes, no, or auto: where it pays.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = Compile.auto,
+    seed: Annotated[int, option("Of the split, the first weights and the training.", panel=TRAINING, shown=True)] = 0,
+    device: Annotated[Device, option(FASTEST, metavar="NAME", panel=TRAINING, shown=True)] = "auto",
+    compile: Annotated[
+        Literal["auto", "yes", "no"],
+        option("Compile the training step: yes, no, or auto: where it pays.", metavar="NAME", panel=TRAINING, shown=True),
+    ] = "auto",
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint/--no-checkpoint", help="Keep OUT.checkpoint while fitting.", rich_help_panel=TRAINING)
+        bool, option("Keep OUT.checkpoint while fitting.", "--checkpoint/--no-checkpoint", panel=TRAINING, shown=True)
     ] = True,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with an interrupted fit; all else as before.", rich_help_panel=TRAINING, show_default=False
-        ),
-    ] = False,
-    test_fraction: Annotated[float, typer.Option(help="Rows held out for the scores; 0: none.", rich_help_panel=DATA)] = 0.1,
+    resume: Annotated[bool, option("Go on with an interrupted fit; all else as before.", "--resume", panel=TRAINING)] = False,
+    test_fraction: Annotated[float, option("Rows held out for the scores; 0: none.", panel=DATA, shown=True)] = 0.1,
     missing: Annotated[
-        Missing,
-        typer.Option(
-            metavar="NAME",
-            help="Missing cells (empty, NA, NaN, null, ?): refuse, drop their rows, or impute the median or a category "
+        Literal["refuse", "drop", "impute"],
+        option(
+            "Missing cells (empty, NA, NaN, null, ?): refuse, drop their rows, or impute the median or a category "
             "of their own with an indicator.",
-            rich_help_panel=DATA,
+            metavar="NAME",
+            panel=DATA,
+            shown=True,
         ),
-    ] = Missing.refuse,
-    drop_columns: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Columns to leave out.", rich_help_panel=DATA, show_default=False)
-    ] = None,
-    categorical: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Numeric columns that are codes.", rich_help_panel=DATA, show_default=False),
-    ] = None,
+    ] = "refuse",
+    drop_columns: Annotated[str | None, option("Columns to leave out.", metavar="A,B", panel=DATA)] = None,
+    categorical: Annotated[str | None, option("Numeric columns that are codes.", metavar="A,B", panel=DATA)] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001
+    debug: Debug = False,
 ) -> None:
     """Fit a Bayesian network to a table, print held-out scores and write the run to a folder.
 
@@ -226,33 +140,11 @@ def fit(
 
     Example: plausible fit houses.csv --target price --method ensemble --out run
     """
+    # The fields of `Options` are the parameters of this command, which are all that is local so far.
+    given = locals() | {"hidden": widths(hidden), "drop_columns": words(drop_columns), "categorical": words(categorical)}
     from plausible.apps.cli import training, view
 
-    options = training.Options(
-        data=data,
-        targets=tuple(target),
-        method=method,
-        out=out,
-        task=task.value,
-        likelihood=likelihood.value,
-        prior_scale=prior_scale,
-        hidden=widths(hidden),
-        activation=activation.value,
-        settings={"epochs": epochs, "batch_size": batch_size, "lr": lr},
-        extras=tuple(set_ or ()),
-        test_fraction=test_fraction,
-        seed=seed,
-        missing=missing.value,
-        drop_columns=words(drop_columns),
-        categorical=words(categorical),
-        device=device.value,
-        compile="auto" if compile_ is Compile.auto else compile_ is Compile.yes,
-        checkpoint=checkpoint,
-        resume=resume,
-        overwrite=overwrite,
-        quiet=quiet,
-    )
-    record, metrics = training.fit(options)
+    record, metrics = training.fit(training.Options(**given))
     if not quiet:
         view.scores(record, metrics)
         note(f"saved in {out}; next: plausible report {out}, plausible predict {out} new.csv --out predictions.csv")
@@ -261,18 +153,14 @@ def fit(
 @app.command(no_args_is_help=True)
 @guarded
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    run: Run,
     data: Annotated[Path, typer.Argument(help="A table with the run's input columns.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="CSV file to write; - is standard output.", show_default=False)],
-    level: Annotated[float, typer.Option(help="Probability inside lower and upper.")] = 0.9,
-    draws: Annotated[int | None, typer.Option(help="Posterior draws to average.", show_default="all there are")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse categories that training has not seen.", show_default=False)
-    ] = False,
-    device: Annotated[
-        Device, typer.Option(metavar="NAME", help="cpu, cuda, mps, or auto: the fastest there is.")
-    ] = Device.auto,
+    out: Annotated[Path, option("CSV file to write; - is standard output.", "--out", "-o")],
+    level: Annotated[float, option("Probability inside lower and upper.", shown=True)] = 0.9,
+    draws: Draws = None,
+    seed: Seed = 0,
+    strict: Annotated[bool, option("Refuse categories that training has not seen.", "--strict")] = False,
+    device: Annotated[Device, option(FASTEST, metavar="NAME", shown=True)] = "auto",
     overwrite: Overwrite = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -288,7 +176,7 @@ def predict(
 
     path = None if str(out) == "-" else out
     rows = prediction.predict(
-        run, data, path, level=level, draws=draws, seed=seed, strict=strict, overwrite=overwrite, device=device.value
+        run, data, path, level=level, draws=draws, seed=seed, strict=strict, overwrite=overwrite, device=device
     )
     if path is not None:
         note(f"{rows} rows written to {out}")
@@ -297,10 +185,9 @@ def predict(
 @app.command(no_args_is_help=True)
 @guarded
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    run: Run,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="HTML file to write; replaced if it is there.", show_default="RUN/report.html"),
+        Path | None, option("HTML file to write; replaced if it is there.", "--out", "-o", shown="RUN/report.html")
     ] = None,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -318,16 +205,13 @@ def report(
 
 app.command(no_args_is_help=True)(diagnosing.diagnose)
 app.command(no_args_is_help=True)(pruning.prune)
-app.command(no_args_is_help=True)(evidence.evidence)
-app.command(no_args_is_help=True)(fidelity.fidelity)
+app.command(no_args_is_help=True)(models.evidence)
+app.command(no_args_is_help=True)(models.fidelity)
 
 
 @app.command()
 @guarded
-def info(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
-    debug: Debug = False,  # noqa: ARG001
-) -> None:
+def info(run: Run, debug: Debug = False) -> None:  # noqa: ARG001
     """Summarise a saved run: data, network, method, held-out scores."""
     from plausible.apps.cli import runs, view
 
@@ -350,24 +234,16 @@ def methods(
 @guarded
 def compare(
     study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
-    datasets: Annotated[
-        str | None, typer.Option(metavar="A,B", help="UCI sets; see: plausible data list.", show_default=False)
-    ] = None,
-    methods: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Names of methods, or labels of the study.", show_default=False)
-    ] = None,
-    splits: Annotated[
-        str | None, typer.Option(metavar="N", help="How many splits, or which (0,3,7), or all.", show_default="all")
-    ] = None,
-    reference: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="The one to compare with.", show_default="the first")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the study's, or 0")] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Processes.", show_default="the cores")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("comparison"),
-    published: Annotated[bool, typer.Option(help="Show the published results that the study has.")] = True,
-    show: Annotated[bool, typer.Option("--show", help="Print a study to start from and stop.", show_default=False)] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute everything again.", show_default=False)] = False,
+    datasets: Annotated[str | None, option("UCI sets; see: plausible data list.", metavar="A,B")] = None,
+    methods: Annotated[str | None, option("Names of methods, or labels of the study.", metavar="A,B")] = None,
+    splits: Annotated[str | None, option("How many splits, or which (0,3,7), or all.", metavar="N", shown="all")] = None,
+    reference: Annotated[str | None, option("The one to compare with.", metavar="LABEL", shown="the first")] = None,
+    seed: Annotated[int | None, option("Of everything random.", shown="the study's, or 0")] = None,
+    jobs: Annotated[int | None, option("Processes.", "--jobs", "-j", shown="the cores")] = None,
+    out: Annotated[Path, option("Folder for the results.", "--out", "-o", shown=True)] = Path("comparison"),
+    published: Annotated[bool, option("Show the published results that the study has.", shown=True)] = True,
+    show: Annotated[bool, option("Print a study to start from and stop.", "--show")] = False,
+    overwrite: Annotated[bool, option("Compute everything again.", "--overwrite")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -397,9 +273,9 @@ app.command(no_args_is_help=True)(sweeping.sweep)
 @app.command()
 @guarded
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page.")] = Path("demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, rougher results.", show_default=False)] = False,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    out: Annotated[Path, option("Folder for the page.", "--out", "-o", shown=True)] = Path("demo"),
+    quick: Annotated[bool, option("Fewer steps, rougher results.", "--quick")] = False,
+    seed: Annotated[int, option("Of everything random.", shown=True)] = 0,
     overwrite: Overwrite = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -416,5 +292,4 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point of the `plausible` command."""
     app()

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from plausible.analysis.tables import rich_table
+from plausible.apps.cli import view
 from plausible.apps.cli.errors import Interrupted, note
+from plausible.apps.cli.options import numbers
 from plausible.apps.compare import page
 from plausible.apps.compare.runner import run, stored, write
 from plausible.apps.compare.study import Candidate, Cell, Study, read
@@ -37,40 +38,43 @@ def study_of(file: Path | None, datasets: Sequence[str], methods: Sequence[str],
     if datasets:
         changes["datasets"] = tuple(datasets)
     if methods:
+        from plausible.methods import registry
+
         known = {candidate.label: candidate for candidate in base.candidates}
-        changes["candidates"] = tuple(known.get(label) or _named(label, known) for label in methods)
+        for label in methods:
+            if label not in known and label not in registry:
+                raise ValueError(f"--methods: {label!r} is neither in the study ({', '.join(known)}) nor a method's name")
+        changes["candidates"] = tuple(known.get(label) or Candidate(label, label) for label in methods)
         if base.reference not in methods and "reference" not in changes:
             changes["reference"] = None
     return replace(base, **changes)
 
 
-def _named(label: str, known: dict[str, Candidate]) -> Candidate:
-    from plausible.methods import registry
-
-    if label not in registry:
-        raise ValueError(f"--methods: {label!r} is neither in the study ({', '.join(known)}) nor a method's name")
-    return Candidate(label, label)
-
-
 def _splits(text: str) -> int | tuple[int, ...] | None:
     if text == "all":
         return None
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 0 or numbers == (0,):
+    chosen = numbers(text, int)
+    if not chosen or min(chosen) < 0 or chosen == (0,):
         raise ValueError(f"--splits takes a number of splits, numbers from 0 with commas between, or all; got {text!r}")
-    return numbers[0] if len(numbers) == 1 else numbers
+    return chosen[0] if len(chosen) == 1 else chosen
 
 
 def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet: bool, published: bool) -> bool:
     """Run what is missing and show everything; False where a cell failed."""
-    _prepare(out, study, overwrite)
-    jobs = jobs if jobs is not None else _cores()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, expected a folder")
+    ours = (out / "study.json").exists()
+    if out.exists() and any(out.iterdir()) and not ours:
+        raise ValueError(f"--out {out} is not empty and holds no comparison: choose another folder")
+    if overwrite and ours:
+        for file in (out / "cells").rglob("*.json"):
+            file.unlink()
+    out.mkdir(parents=True, exist_ok=True)
     cells = list(study.cells())
     if not cells:
         raise ValueError("no split is left to run: the data sets have no splits of these numbers")
+    if jobs is None:
+        jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     there = sum("metrics" in (stored(study, out, cell) or {}) for cell in cells)
     if there and not quiet:
         note(f"{there} of {len(cells)} fits are in {out} already")
@@ -89,29 +93,12 @@ def compare(study: Study, out: Path, *, jobs: int | None, overwrite: bool, quiet
     if not quiet:
         show(study, summary, published=published)
         note(f"results in {out / 'results.json'}, {written}")
-    failures = [(row.dataset, row.label, text) for row in summary.rows for text in row.failures]
-    for dataset, label, text in failures[:5]:
-        note(f"failed: {label} on {dataset}, {text}")
+    failures = [f"failed: {row.label} on {row.dataset}, {text}" for row in summary.rows for text in row.failures]
+    for line in failures[:5]:
+        note(line)
     if len(failures) > 5:
         note(f"and {len(failures) - 5} more; see results.json")
     return not failures
-
-
-def _prepare(out: Path, study: Study, overwrite: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file, expected a folder")
-    record = out / "study.json"
-    if out.exists() and any(out.iterdir()) and not record.exists():
-        raise ValueError(f"--out {out} is not empty and holds no comparison: choose another folder")
-    if overwrite and record.exists():
-        for file in (out / "cells").rglob("*.json"):
-            file.unlink()
-    out.mkdir(parents=True, exist_ok=True)
-    list(study.cells())  # the data are there
-
-
-def _cores() -> int:
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @contextlib.contextmanager
@@ -138,25 +125,22 @@ def _progress(total: int, there: int, quiet: bool) -> Any:
 
 
 def show(study: Study, summary: Summary, *, published: bool) -> None:
-    """A table for each data set on the terminal."""
-    printer = Console(markup=False, highlight=False, emoji=False)
+    printer = view.console()
     if not printer.is_terminal:
-        printer = Console(markup=False, highlight=False, emoji=False, width=120)
+        printer.width = 120
     for dataset in study.datasets:
         rows = [row for row in summary.rows if row.dataset == dataset]
         splits = max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0)
-        table = Table(title=f"{dataset}, {splits} splits", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for name in (*SHORT.values(), "seconds", "MiB"):
-            table.add_column(name, justify="right", no_wrap=True)
+        heads = ("method", *SHORT.values(), "seconds", "MiB")
+        table = rich_table(heads, words=("method",), title=f"{dataset}, {splits} splits", pad_edge=False)
+        for column in table.columns:
+            column.no_wrap = True
         for row in rows:
             if not row.metrics:
                 table.add_row(row.label, *["failed" if row.failures else "–"] + ["–"] * 5)
                 continue
-            values = [
-                (row.metrics[k].text() + (f" {MARKS[row.differences[k].verdict]}" if k in row.differences else ""))
-                for k in SHORT
-            ]
+            marks = {key: f" {MARKS[difference.verdict]}" for key, difference in row.differences.items()}
+            values = [row.metrics[key].text() + marks.get(key, "") for key in SHORT]
             peak = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
             table.add_row(row.title, *values, f"{row.seconds:.1f}", peak)
         if published and study.kind == "random":
@@ -164,18 +148,11 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
                 table.add_row(f"({source})", *(str(results.get(metric, "–")) for metric in ("log_likelihood", "rmse")))
         printer.print(table)
     if len(study.candidates) > 1 and summary.ranks:
-        table = Table(
-            title=f"mean ranks over {summary.ranked} splits (1 is best)",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
-        table.add_column("method")
-        for name in HEADLINE:
-            table.add_column(SHORT[name], justify="right")
-        for candidate in study.candidates:
-            table.add_row(candidate.label, *(f"{summary.ranks[n][candidate.label]:.2f}" for n in HEADLINE))
-        printer.print(table)
+        heads = ("method", *(SHORT[name] for name in HEADLINE))
+        title = f"mean ranks over {summary.ranked} splits (1 is best)"
+        labels = [candidate.label for candidate in study.candidates]
+        ranks = [(label, *(f"{summary.ranks[name][label]:.2f}" for name in HEADLINE)) for label in labels]
+        printer.print(rich_table(heads, ranks, words=("method",), title=title, pad_edge=False))
         printer.print(
             f"± is the standard error over splits. ▲ better, ▼ worse than {summary.against} by the paired differences, = not to be "
             "told apart (5 %, Student's t, corrected for splits that share their training rows). In brackets: published."

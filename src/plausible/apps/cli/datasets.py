@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plausible.apps.cli.errors import Debug, Quiet, guarded, note
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Quiet, option
 from plausible.apps.report.words import plural
 
 if TYPE_CHECKING:
-    from plausible.apps.datasets.catalogue import Entry, File
-    from plausible.apps.datasets.places import Found
+    from plausible.apps.datasets.catalogue import Entry
 
 app = typer.Typer(help="Data sets: list them, get them, see where they lie.", no_args_is_help=True)
 
@@ -31,34 +32,32 @@ def whereabouts(entry: Entry) -> tuple[str, str]:
 
     if entry.toy:
         return "toy", ""
-    found = [place for place in map(places.find, entry.files) if place is not None]
-    size = size_text(sum(place.path.stat().st_size for place in found)) if found else f"({size_text(entry.size)})"
-    named = " and ".join(dict.fromkeys(place.place for place in found))
-    if not found:
-        return "not here" if entry.downloadable else "not here *", size
-    return named if len(found) == len(entry.files) else f"{named}, {len(found)} of {len(entry.files)}", size
+    here = [place for place in map(places.find, entry.files) if place is not None]
+    if not here:
+        return "not here" if entry.downloadable else "not here *", f"({size_text(entry.size)})"
+    named = " and ".join(dict.fromkeys(place.place for place in here))
+    counted = "" if len(here) == len(entry.files) else f", {len(here)} of {len(entry.files)}"
+    return named + counted, size_text(sum(place.path.stat().st_size for place in here))
 
 
 @app.command("list")
 @guarded
 def list_(debug: Debug = False) -> None:  # noqa: ARG001
     """List all data sets: task, size on disk, licence, and where they were found."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    from plausible.analysis.tables import rich_table
+    from plausible.apps.cli import view
     from plausible.apps.datasets.catalogue import CATALOGUE
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    for heading in ("task", "examples", "size", "licence", "where"):
-        table.add_column(heading, justify="right" if heading in ("examples", "size") else "left")
+    rows = []
     for entry in CATALOGUE.values():
         where, size = whereabouts(entry)
-        table.add_row(entry.name, entry.task, f"{entry.count:,}" if entry.count else "", size, entry.licence, where)
-    console = Console(markup=False, highlight=False, emoji=False)
+        rows.append((entry.name, entry.task, f"{entry.count:,}" if entry.count else "", size, entry.licence, where))
+    heads = ("name", "task", "examples", "size", "licence", "where")
+    table = rich_table(heads, rows, words=("name", "task", "licence", "where"), pad_edge=False)
+    table.columns[0].no_wrap = True
+    console = view.console()
     console.print(table)
-    if any(whereabouts(entry)[0].endswith("*") for entry in CATALOGUE.values()):
+    if any(row[-1].endswith("*") for row in rows):
         console.print("* cannot be downloaded: set PLAUSIBLE_DATA to a folder that has it")
     console.print("sizes in brackets: not here; get one with: plausible data get NAME")
 
@@ -67,7 +66,7 @@ def list_(debug: Debug = False) -> None:  # noqa: ARG001
 @guarded
 def get(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Data sets.", show_default=False)] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every set that can be downloaded.", show_default=False)] = False,
+    everything: Annotated[bool, option("Every set that can be downloaded.", "--all")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -109,7 +108,7 @@ def get(
 @guarded
 def where(
     name: Annotated[str | None, typer.Argument(help="A data set; without one, the two folders.", show_default=False)] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare every file with its checksum.", show_default=False)] = False,
+    check: Annotated[bool, option("Compare every file with its checksum.", "--check")] = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Print the paths of a set's files, or the folders that are searched; with --check, verify the files.
@@ -119,11 +118,15 @@ def where(
     from plausible.apps.datasets import places
     from plausible.apps.datasets.catalogue import CATALOGUE
     from plausible.apps.datasets.catalogue import entry as named
+    from plausible.apps.datasets.digests import problem
+
+    def described(folder: Path) -> str:
+        return f"{folder}{'' if folder.is_dir() else ' (does not exist)'}"
 
     if name is None:
-        folder, cache = places.data_folder(), places.cache_folder()
+        folder = places.data_folder()
         typer.echo(f"data folder: {'PLAUSIBLE_DATA is not set' if folder is None else described(folder)}")
-        typer.echo(f"cache: {described(cache)}")
+        typer.echo(f"cache: {described(places.cache_folder())}")
         entries = list(CATALOGUE.values()) if check else []
     else:
         entries = [named(name)]
@@ -132,36 +135,22 @@ def where(
     checked, damaged, absent = 0, 0, []
     for entry in entries:
         for file in entry.files:
-            found = places.find(file)
-            if found is None:
+            place = places.find(file)
+            if place is None:
                 absent.append(file)
                 continue
-            wrong = verdict(file, found) if check else None
+            path = place.path
+            packed = file.path if path.name == file.name else file.unpacked
+            wrong = problem(file, packed, path.read_bytes()) if check else None
             checked, damaged = checked + 1, damaged + (wrong is not None)
             if wrong is not None:
-                typer.echo(f"{found.path}: damaged: {wrong}")
+                typer.echo(f"{path}: damaged: {wrong}")
             elif name is not None:
-                typer.echo(f"{found.path}{': ok' if check else ''}")
+                typer.echo(f"{path}{': ok' if check else ''}")
     if check and name is None:
         typer.echo(f"{plural(checked, 'file')} checked")
     if damaged:
-        raise ValueError(
-            f"{damaged} of {plural(checked, 'file')} not as published: replace, or delete and `plausible data get`"
-        )
+        counted = f"{damaged} of {plural(checked, 'file')}"
+        raise ValueError(f"{counted} not as published: replace, or delete and `plausible data get`")
     if absent and name is not None:
         raise FileNotFoundError(f"not here: {', '.join(file.path for file in absent)}; try: plausible data get {name}")
-
-
-def described(folder: object) -> str:
-    """A folder, and whether it is there."""
-    from pathlib import Path
-
-    return f"{folder}{'' if Path(str(folder)).is_dir() else ' (does not exist)'}"
-
-
-def verdict(file: File, found: Found) -> str | None:
-    """Why a file is not the one of the catalogue; None where it is."""
-    from plausible.apps.datasets.digests import problem
-
-    name = file.path if found.path.name == file.name else file.unpacked
-    return problem(file, name, found.path.read_bytes())

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import Debug, guarded, note
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Markdown, Run, option
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
@@ -23,19 +24,14 @@ ROWS = 50
 
 @guarded
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    run: Run,
     data: Annotated[
-        Path | None,
-        typer.Option(help=f"A table with the run's input columns: up to {ROWS} of its rows are looked at.", show_default=False),
+        Path | None, option(f"A table with the run's input columns: up to {ROWS} of its rows are looked at.")
     ] = None,
-    top: Annotated[int, typer.Option(help="Rows of the table: those that have converged least.")] = 10,
-    plots: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw traces, ranks, autocorrelations, energies.", show_default=False)
-    ] = None,
-    arviz: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the draws as NetCDF, for arviz.", show_default=False)
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.", show_default=False)] = False,
+    top: Annotated[int, option("Rows of the table: those that have converged least.", shown=True)] = 10,
+    plots: Annotated[Path | None, option("Draw traces, ranks, autocorrelations, energies.", metavar="FOLDER")] = None,
+    arviz: Annotated[Path | None, option("Write the draws as NetCDF, for arviz.", metavar="FILE")] = None,
+    markdown: Markdown = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
     """Say whether the chains of a run have converged: R̂, effective draws, standard errors, divergences, energies.
@@ -55,29 +51,25 @@ def diagnose(
     chains = _chains(record, posterior)
     x, rows = (None, []) if data is None else _inputs(record, data)
     weights = chains.diagnostics()
-    found = _stored(run) or weights if x is None else chains.diagnostics(x)
+    known = _stored(run) or weights if x is None else chains.diagnostics(x)
     table = summary_table(chains, x).worst(top)
     if x is not None:  # in words of the file: the network's output at a row
-        names = (re.sub(r"^f\(x(\d+)\)", lambda found: f"f(row {rows[int(found[1])]})", name) for name in table.names)
+        names = (re.sub(r"^f\(x(\d+)\)", lambda match: f"f(row {rows[int(match[1])]})", name) for name in table.names)
         table = replace(table, names=tuple(names))
-    console = view.console()
-    if markdown:
-        typer.echo(table.to_markdown())
-    elif console.is_terminal:
-        console.print(table)
-    else:
-        typer.echo(str(table))
-    typer.echo("")
-    for line in numbers(found, weights):
-        typer.echo(line)
-    typer.echo("")
-    functions = x is not None or found is not weights
-    for verdict in judged(found, weights if functions else None, functions=functions):
-        typer.echo(said(verdict))
+    view.show(table, markdown)
+    functions = x is not None or known is not weights
+    verdicts = judged(known, weights if functions else None, functions=functions)
+    typer.echo("\n".join(["", *numbers(known, weights), "", *map(said, verdicts)]))
     if plots is not None:
         note(f"figures: {', '.join(str(path) for path in _drawn(chains, x, plots))}")
     if arviz is not None:
-        note(f"draws: {_exported(chains, x, arviz)}")
+        try:
+            exported = chains.to_arviz(x)
+        except ImportError as error:
+            raise ValueError(f"--arviz: {error}") from error
+        arviz.parent.mkdir(parents=True, exist_ok=True)
+        exported.to_netcdf(str(arviz))
+        note(f"draws: {arviz}")
 
 
 def said(verdict: Verdict, full: bool = True) -> str:
@@ -86,15 +78,15 @@ def said(verdict: Verdict, full: bool = True) -> str:
     return " ".join(part for part in parts if part)
 
 
-def numbers(found: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
+def numbers(known: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
     """What is known of the run as a whole, in a few lines."""
     lines = []
-    if "rhat" in found:
-        where = "f(x)" if found is not weights else "weights"
-        beside = f" (weights: {weights['rhat']:.3f})" if found is not weights and "rhat" in weights else ""
+    if "rhat" in known:
+        where = "f(x)" if known is not weights else "weights"
+        beside = f" (weights: {weights['rhat']:.3f})" if known is not weights and "rhat" in weights else ""
         lines.append(
-            f"{where}: worst R̂ {found['rhat']:.3f}{beside}, effective draws at least {found['ess_bulk']:,.0f} in the bulk and "
-            f"{found['ess_tail']:,.0f} in the tails"
+            f"{where}: worst R̂ {known['rhat']:.3f}{beside}, effective draws at least {known['ess_bulk']:,.0f} in the bulk and "
+            f"{known['ess_tail']:,.0f} in the tails"
         )
     words = {
         "divergences": "divergences {:,}",
@@ -103,12 +95,12 @@ def numbers(found: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
         "leapfrogs": "gradients a transition {:,.0f}",
         "ebfmi": "least E-BFMI {:.2f}",
     }
-    told = [form.format(found[name]) for name, form in words.items() if found.get(name) is not None and "acceptance" in found]
-    if told:
+    if "acceptance" in known:
+        told = [form.format(known[name]) for name, form in words.items() if known.get(name) is not None]
         lines.append("transitions: " + ", ".join(told))
-    if "seconds" in found:
-        rate = f", {found['ess_per_second']:,.1f} effective draws a second" if "ess_per_second" in found else ""
-        lines.append(f"time: {found['seconds']:,.3g} s{rate}")
+    if "seconds" in known:
+        rate = f", {known['ess_per_second']:,.1f} effective draws a second" if "ess_per_second" in known else ""
+        lines.append(f"time: {known['seconds']:,.3g} s{rate}")
     return lines
 
 
@@ -120,9 +112,6 @@ def after_fit(diagnostics: Mapping[str, Any]) -> list[str]:
         return []
     apart = diagnostics.get("rhat_weights")
     return [said(one, full=False) for one in judged(diagnostics, None if apart is None else {"rhat": apart})]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _chains(record: Record, posterior: Any) -> DrawsPosterior:
@@ -161,8 +150,8 @@ def _stored(run: Path) -> dict[str, Any] | None:
     """Diagnostics of function values that the fit stored, where it has."""
     from plausible.apps.report.findings import RECORD, Findings
 
-    found = dict(Findings.read(run).diagnostics) if (run / RECORD).is_file() else {}
-    return found if found.get("rhat") is not None else None
+    known = dict(Findings.read(run).diagnostics) if (run / RECORD).is_file() else {}
+    return known if known.get("rhat") is not None else None
 
 
 def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
@@ -187,13 +176,3 @@ def _drawn(chains: DrawsPosterior, x: Any, folder: Path) -> list[Path]:
         draw(ax)
         files += save_figure(figure, folder / name, ("png",))
     return files
-
-
-def _exported(chains: DrawsPosterior, x: Any, path: Path) -> Path:
-    try:
-        found = chains.to_arviz(x)
-    except ImportError as error:
-        raise ValueError(f"--arviz: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.to_netcdf(str(path))
-    return path

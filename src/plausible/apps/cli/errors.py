@@ -9,15 +9,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import typer
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", show_default=False)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", show_default=False)]
 
 tracebacks = False
 """Whether `plausible --debug …` asked for tracebacks."""
@@ -35,7 +32,7 @@ def note(message: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception as a single line, with the file name first where it is about a file."""
+    """The message of an exception, with the file name first where it is about a file."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
     text = " ".join(str(error).split())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from plausible.core.storage import write_atomically
 
 if TYPE_CHECKING:
     from plausible.apps.tables import Column, Table
@@ -54,12 +54,11 @@ def read_csv(path: Path, delimiter: str | None = None) -> Table:
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except csv.Error as error:
         raise ValueError(f"{path} is not a readable CSV file: {error} (line {reader.line_num})") from error
-    (_, header), rows = lines[0], lines[1:]
+    (_, header), *rows = lines
     while rows and not any(text.strip() for text in rows[-1][1]):
         rows.pop()
     names = [name.strip() or f"unnamed {position}" for position, name in enumerate(header, start=1)]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path} has columns of the same name: {', '.join(repeated)}; rename them in the header")
     for line, cells in rows:
         if len(cells) != len(names):
@@ -85,12 +84,10 @@ def without_marks(column: Column) -> Column:
 
 def with_points(column: Column) -> Column:
     """Decimal commas as points, where every cell is such a number and not all could be thousands (`1,234`)."""
-    commas = [level for level in column.levels if "," in level]
-    if all(DECIMAL_COMMA.fullmatch(level) for level in column.levels) and any(
-        len(level.partition(",")[2]) != 3 for level in commas
-    ):
-        return replace(column, cells=tuple(None if cell is None else cell.replace(",", ".") for cell in column.cells))
-    return column
+    numeric = all(DECIMAL_COMMA.fullmatch(level) for level in column.levels)
+    if not numeric or all("," not in level or len(level.partition(",")[2]) == 3 for level in column.levels):
+        return column
+    return replace(column, cells=tuple(None if cell is None else cell.replace(",", ".") for cell in column.cells))
 
 
 def decode(path: Path) -> str:
@@ -138,17 +135,14 @@ def read_parquet(path: Path) -> Table:
     return table
 
 
-def cell(value: Any) -> str:
-    """A value as CSV text: eight digits for numbers, twelve for large ones, nothing for None."""
-    if value is None:
-        return ""
-    if not isinstance(value, float):
-        return str(value)
-    return format(value, ".12g" if abs(value) >= 1e5 else ".8g")
-
-
 def write_csv(path: Path | None, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Columns as a CSV file, written beside its place and moved there when complete; None is stdout."""
+    """Columns as a CSV file, whole or not at all; None is stdout. Numbers have eight digits, large ones twelve."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return format(value, ".12g" if abs(value) >= 1e5 else ".8g")
+        return "" if value is None else str(value)
+
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
@@ -158,19 +152,4 @@ def write_csv(path: Path | None, columns: Mapping[str, Sequence[Any]]) -> None:
         sys.stdout.flush()
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(buffer.getvalue())
-        os.chmod(beside, 0o666 & ~umask())
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
-
-
-def umask() -> int:
-    """The permissions new files do not get (temporary files are private, results need not be)."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_atomically(path, buffer.getvalue().encode())

@@ -14,18 +14,10 @@ from plausible.apps.cli import runs
 from plausible.apps.cli.errors import note
 from plausible.apps.cli.files import read_table, write_csv
 from plausible.apps.responses import Response
-from plausible.apps.tables import listed
+from plausible.apps.tables import Table, listed
 
 if TYPE_CHECKING:
     from plausible.posteriors.predictive import Predictive
-
-
-def class_probs(target: Response, predictive: Predictive) -> list[Tensor]:
-    """Probabilities `[N, classes]`, one tensor per target; a yes/no target has the two classes (1 − p, p)."""
-    probs = predictive.probs.cpu()
-    if target.likelihood == "categorical":
-        return [probs]
-    return [torch.stack([1 - column, column], -1) for column in probs.unbind(-1)]
 
 
 def held_out(target: Response, predictive: Predictive, observed: Tensor, level: float = 0.9) -> dict[str, Any]:
@@ -35,26 +27,33 @@ def held_out(target: Response, predictive: Predictive, observed: Tensor, level: 
     return {"rows": len(observed), "log_likelihood": total, "targets": dict(zip(target.names, each))}
 
 
+def held_out_columns(target: Response, table: Table, predictive: Predictive, level: float) -> dict[str, list[Any]]:
+    """Row numbers and true cells of held-out rows, beside what was predicted."""
+    rows = [table[target.names[0]].row(index) for index in range(table.rows)]
+    actual = {f"actual_{name}": list(table[name].cells) for name in target.names}
+    return {"row": rows, **actual, **columns(target, predictive, level)}
+
+
 def columns(target: Response, predictive: Predictive, level: float) -> dict[str, list[Any]]:
     """Predictions as named columns, prefixed by the target's name where there are several.
 
     Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,
     p_<class>, entropy, mutual_information (nats).
     """
-    found: dict[str, list[Any]] = {}
+    named: dict[str, list[Any]] = {}
     prefixes = [f"{name}_" if len(target.names) > 1 else "" for name in target.names]
     if target.classes:
-        probs = class_probs(target, predictive)
-        entropy, information = (
-            value.cpu().reshape(len(value), -1) for value in (predictive.entropy, predictive.mutual_information)
-        )
+        whole = predictive.probs.cpu()
+        # A yes/no target has one probability, and two classes.
+        probs = [whole] if target.likelihood == "categorical" else [torch.stack([1 - p, p], -1) for p in whole.unbind(-1)]
+        entropy, information = (v.cpu().reshape(len(v), -1) for v in (predictive.entropy, predictive.mutual_information))
         for index, (prefix, labels) in enumerate(zip(prefixes, target.classes)):
-            found[f"{prefix}prediction"] = [labels[code] for code in probs[index].argmax(-1).tolist()]
+            named[f"{prefix}prediction"] = [labels[code] for code in probs[index].argmax(-1).tolist()]
             for code, label in enumerate(labels):
-                found[f"{prefix}p_{label}"] = probs[index][:, code].tolist()
-            found[f"{prefix}entropy"] = entropy[:, index].tolist()
-            found[f"{prefix}mutual_information"] = information[:, index].tolist()
-        return found
+                named[f"{prefix}p_{label}"] = probs[index][:, code].tolist()
+            named[f"{prefix}entropy"] = entropy[:, index].tolist()
+            named[f"{prefix}mutual_information"] = information[:, index].tolist()
+        return named
     lower, upper = predictive.interval(level)
     parts = {
         "mean": predictive.mean,
@@ -66,8 +65,8 @@ def columns(target: Response, predictive: Predictive, level: float) -> dict[str,
     }
     for index, prefix in enumerate(prefixes):
         for name, value in parts.items():
-            found[f"{prefix}{name}"] = value[:, index].cpu().tolist()
-    return found
+            named[f"{prefix}{name}"] = value[:, index].cpu().tolist()
+    return named
 
 
 def predict(
@@ -106,13 +105,10 @@ def predict(
         note(f"{skipped} of {table.rows} rows with missing values get empty cells (the run was fitted by --missing drop)")
     _, posterior = runs.load(run, device)
     predictive = record.target.restore(posterior.predict(torch.from_numpy(features.inputs), draws=draws, seed=seed))
-    found = columns(record.target, predictive, level)
+    predicted = columns(record.target, predictive, level)
     if skipped:
-        places = np.flatnonzero(features.kept)
-        for name, values in found.items():
-            spread: list[Any] = [None] * table.rows
-            for place, value in zip(places, values):
-                spread[place] = value
-            found[name] = spread
-    write_csv(out, found)
+        places = np.cumsum(features.kept) - 1
+        for name, values in predicted.items():
+            predicted[name] = [values[place] if kept else None for place, kept in zip(places, features.kept)]
+    write_csv(out, predicted)
     return table.rows

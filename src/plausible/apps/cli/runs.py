@@ -7,7 +7,6 @@ there before. While a fit is under way its checkpoint lives in the sibling `run.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plausible.apps.cli.files import umask
 from plausible.apps.responses import Response
 from plausible.apps.tables import Preprocessor, mlp
 
@@ -61,9 +59,8 @@ def prepare(out: Path, *, overwrite: bool, resume: bool, inputs: Path) -> None:
 def discard_checkpoint(out: Path, *, unless_useful: bool = False) -> None:
     """Remove the checkpoint of a run; `unless_useful` only one that holds no state yet."""
     folder = checkpoint_folder(out)
-    if unless_useful and (folder / "checkpoint.json").exists():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+    if not (unless_useful and (folder / "checkpoint.json").exists()):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,14 @@ class Record:
     seed: int
     version: str
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return (len(self.preprocessor.features), *self.hidden, self.target.outputs)
+
     def network(self) -> nn.Sequential:
-        """A fresh network of the run's shape."""
         return mlp(len(self.preprocessor.features), self.hidden, self.target.outputs, self.activation)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
         return {
             "format": FORMAT,
             "plausible": self.version,
@@ -138,33 +137,30 @@ def write(
 ) -> None:
     """Write the folder beside its place, then put it there in one rename."""
     from plausible.apps.cli.files import write_csv
-    from plausible.core.storage import write_json
+    from plausible.core.storage import beside, write_json
 
-    beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # A folder cannot be renamed onto one that is not empty: the old run steps aside first, and goes last.
+    new, old = beside(out), beside(out)
+    new.mkdir()
     try:
-        posterior.save(beside / "posterior")
-        write_json(beside / RECORD, record.to_dict())
+        posterior.save(new / "posterior")
+        write_json(new / RECORD, record.to_dict())
         if metrics is not None:
-            write_json(beside / "metrics.json", dict(metrics))
+            write_json(new / "metrics.json", dict(metrics))
         if heldout:
-            write_csv(beside / "heldout.csv", heldout)
-        evidence.write(beside)
-        os.chmod(beside, 0o777 & ~umask())
-        old = None
+            write_csv(new / "heldout.csv", heldout)
+        evidence.write(new)
         if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-            os.rename(out, old)
-        os.rename(beside, out)
+            out.rename(old)
+        new.rename(out)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     discard_checkpoint(out)
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a finished run."""
     from plausible.core.storage import read_json
 
     if not folder.is_dir():

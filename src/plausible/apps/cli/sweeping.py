@@ -11,29 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
-from plausible.apps.cli.errors import Debug, Quiet, guarded, note
+from plausible.apps.cli.errors import guarded, note
+from plausible.apps.cli.options import Debug, Quiet, option
 from plausible.apps.report.words import plural
 
 
 @guarded
 def sweep(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A sweep in TOML.", show_default=False)] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default="the file's")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.", show_default="auto")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="float32, or tf32 for faster products on an NVIDIA GPU.", show_default="float32")
-    ] = None,
-    compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile the steps.", show_default="where it pays")
-    ] = None,
-    at_once: Annotated[int | None, typer.Option(help="Settings in one program.", show_default="the file's, or 128")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.", show_default="the file's, or 0")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("sweep"),
-    top: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 10,
-    show: Annotated[
-        bool,
-        typer.Option("--show", help="Print what the file asks for, or without one a file to start from.", show_default=False),
-    ] = False,
+    epochs: Annotated[int | None, option("Passes over the data.", shown="the file's")] = None,
+    device: Annotated[str, option("cpu, cuda or auto.", shown=True)] = "auto",
+    precision: Annotated[str | None, option("float32, or tf32 for faster products on an NVIDIA GPU.", shown="float32")] = None,
+    compiled: Annotated[bool | None, option("Compile the steps.", "--compile/--no-compile", shown="where it pays")] = None,
+    at_once: Annotated[int | None, option("Settings in one program.", shown="the file's, or 128")] = None,
+    seed: Annotated[int | None, option("Of everything random.", shown="the file's, or 0")] = None,
+    out: Annotated[Path, option("Folder for the results.", "--out", "-o", shown=True)] = Path("sweep"),
+    top: Annotated[int, option("Rows to print.", min=1, shown=True)] = 10,
+    show: Annotated[bool, option("Print what the file asks for, or without one a file to start from.", "--show")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -66,16 +60,16 @@ def sweep(
         raise ValueError(f"--precision must be float32 or tf32, got {precision!r}")
     if not quiet:
         note(title)
-    result = asked.run(
-        device=device or "auto",
-        precision=precision,
-        compile="auto" if compiled is None else compiled,
-        out=out,
-        progress=False if quiet else None,
-    )
+    compiling = "auto" if compiled is None else compiled
+    progress = False if quiet else None
+    result = asked.run(device=device, precision=precision, compile=compiling, out=out, progress=progress)
     write(result, asked, out)
     if not quiet:
-        typer.echo(_printed(result, top))
+        typer.echo(result.text(top, "table.csv"))
+        seconds = sum(group["seconds"] for group in result.groups)
+        diverged = sum(row["scores"][result.measure] is None for row in result.rows)
+        lost = f"; {diverged} diverged" if diverged else ""
+        typer.echo(f"{plural(len(result.groups), 'program')}, {seconds:,.1f} s of training and scoring{lost}")
 
 
 def write(result: Any, asked: Any, out: Path) -> None:
@@ -105,32 +99,3 @@ def write(result: Any, asked: Any, out: Path) -> None:
         figure.savefig(out / "sweep.png", dpi=150, bbox_inches="tight")
     except ImportError:
         note("no picture: matplotlib is not installed (pip install 'plausible[plot]')")
-
-
-def _printed(result: Any, top: int) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    names, scores = list(result.rows[0]["settings"]), list(result.rows[0]["scores"])
-    table = Table(title=f"{len(result.rows)} settings, best first by {result.measure} on the validation rows")
-    for name in names + scores:
-        table.add_column(name, justify="right")
-
-    def cell(value: Any) -> str:
-        return "diverged" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    for row in result.sorted()[:top]:
-        table.add_row(*(cell(row["settings"][n]) for n in names), *(cell(row["scores"][s]) for s in scores))
-    console = Console(width=max(80, 14 * len(names + scores)), record=False)
-    with console.capture() as caught:
-        console.print(table)
-    diverged = sum(row["scores"][result.measure] is None for row in result.rows)
-    seconds = sum(group["seconds"] for group in result.groups)
-    lines = [caught.get().rstrip()]
-    if len(result.rows) > top:
-        lines.append(f"… and {len(result.rows) - top} more in table.csv")
-    lines.append(
-        f"{plural(len(result.groups), 'program')}, {seconds:,.1f} s of training and scoring"
-        + (f"; {diverged} diverged" if diverged else "")
-    )
-    return "\n".join(lines)

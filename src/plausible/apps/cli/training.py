@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 import plausible
 from plausible import Posterior, Predictive
-from plausible.apps.cli import diagnosing, prediction, runs, settings
+from plausible.apps.assembling import build
+from plausible.apps.cli import diagnosing, prediction, runs
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.cli.files import read_table
 from plausible.apps.report.runs import from_fit
@@ -26,30 +27,33 @@ LEVEL = 0.9
 
 @dataclass(frozen=True)
 class Options:
-    """Everything `plausible fit` was asked for; the fields are its options."""
+    """Everything `plausible fit` was asked for."""
 
     data: Path
-    targets: tuple[str, ...]
-    method: str
+    targets: Sequence[str]
     out: Path
-    task: str = "auto"
-    likelihood: str = "auto"
-    prior_scale: float = 1.0
-    hidden: tuple[int, ...] = (50, 50)
-    activation: str = "relu"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    extras: tuple[str, ...] = ()
-    test_fraction: float = 0.1
-    seed: int = 0
-    missing: str = "refuse"
-    drop_columns: tuple[str, ...] = ()
-    categorical: tuple[str, ...] = ()
-    device: str = "auto"
-    compile: Literal["auto"] | bool = "auto"
-    checkpoint: bool = True
-    resume: bool = False
-    overwrite: bool = False
-    quiet: bool = False
+    method: str
+    task: str
+    likelihood: str
+    prior_scale: float
+    hidden: tuple[int, ...]
+    activation: str
+    epochs: int | None
+    batch_size: int | None
+    lr: float | None
+    extras: Sequence[str] | None
+    seed: int
+    device: str
+    compile: str
+    checkpoint: bool
+    resume: bool
+    test_fraction: float
+    missing: str
+    drop_columns: tuple[str, ...]
+    categorical: tuple[str, ...]
+    overwrite: bool
+    quiet: bool
+    debug: bool
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,22 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def say(options: Options, lines: Sequence[str]) -> None:
-    """Notes for the user, one line each, unless asked to be quiet."""
+def say(options: Options, *lines: str) -> None:
     for line in () if options.quiet else lines:
         note(line)
 
 
 def select(table: Table, options: Options, notes: list[str]) -> tuple[Table, list[str]]:
     """The table without dropped and saved-index columns, and the names of its inputs."""
-    for name in options.targets:
-        if name not in table.columns:
-            raise ValueError(f"--target: {missing_column(table, name)}")
-        if name in options.drop_columns:
-            raise ValueError(f"{name!r} is both --target and in --drop-columns")
-    for name in (*options.drop_columns, *options.categorical):
-        if name not in table.columns:
-            which = "--drop-columns" if name in options.drop_columns else "--categorical"
-            raise ValueError(f"{which}: {missing_column(table, name)}")
+    named = {"--target": options.targets, "--drop-columns": options.drop_columns, "--categorical": options.categorical}
+    for option, names in named.items():
+        for name in names:
+            try:
+                table[name]
+            except ValueError as error:
+                raise ValueError(f"{option}: {error}") from None
+            if option == "--target" and name in options.drop_columns:
+                raise ValueError(f"{name!r} is both --target and in --drop-columns")
     table = table.without(options.drop_columns)
     for name, column in list(table.columns.items()):
         if name.startswith("unnamed ") and (column.kind == "empty" or column.counts_up):
@@ -90,15 +93,6 @@ def select(table: Table, options: Options, notes: list[str]) -> tuple[Table, lis
         elif column.counts_up and table.rows >= ID_ROWS:
             notes.append(f"column {name!r} counts the rows; if it means nothing, add --drop-columns {name!r}")
     return table, [name for name in table.columns if name not in options.targets]
-
-
-def missing_column(table: Table, name: str) -> str:
-    """The sentence of a column that is not there, with the nearest name."""
-    try:
-        table[name]
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def usable(table: Table, inputs: Sequence[str], options: Options, notes: list[str]) -> Table:
@@ -134,8 +128,8 @@ def prepare(options: Options) -> Prepared:
         raise ValueError(f"{options.data} has no input columns besides the target")
     table = usable(table, inputs, options, notes)
     target, lines = decide(table, options.targets, options.task, options.likelihood)
-    train_rows, test_rows = split(table.rows, options.test_fraction, options.seed)
-    train, test = table.take(train_rows), table.take(test_rows)
+    train, test = map(table.take, split(table.rows, options.test_fraction, options.seed))
+    # What is text in the whole table is text in the training rows, even where those happen to look like numbers.
     words = {name for name in inputs if table[name].kind == "text"} | set(options.categorical)
     preprocessor = Preprocessor.fit(train, inputs, missing=options.missing, categorical=words)
     encoded, held = preprocessor.transform(train), preprocessor.transform(test)
@@ -161,27 +155,27 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     """Run the whole of `plausible fit`; returns the record and the held-out scores (None without held-out rows)."""
     check(options)
     options = replace(options, out=options.out.resolve())
-    method = settings.build(options.method, options.settings, options.extras)
+    common = {"epochs": options.epochs, "batch_size": options.batch_size, "lr": options.lr}
+    method = build(options.method, common, options.extras or ())
     runs.prepare(options.out, overwrite=options.overwrite, resume=options.resume, inputs=options.data)
     data = prepare(options)
-    say(options, data.notes)
+    say(options, *data.notes)
+    kept = {"prior_scale": options.prior_scale, "test_fraction": options.test_fraction, "data": options.data.name}
     record = runs.Record(
-        preprocessor=data.preprocessor,
-        target=data.target,
-        hidden=options.hidden,
-        activation=options.activation,
-        method=options.method,
-        settings={
-            "method": serialise.encode(method),
-            "prior_scale": options.prior_scale,
-            "test_fraction": options.test_fraction,
-            "data": options.data.name,
-        },
+        data.preprocessor,
+        data.target,
+        options.hidden,
+        options.activation,
+        options.method,
+        settings={"method": serialise.encode(method), **kept},
         rows={"train": data.train.rows, "heldout": data.test.rows},
         seed=options.seed,
         version=plausible.__version__,
     )
-    say(options, [describe(record)])
+    layers = "-".join(map(str, record.layers))
+    about = f"{record.target.task} of {', '.join(record.target.names)} ({record.target.likelihood}) by {record.method}"
+    rows = f"{data.train.rows} training rows, {data.test.rows} held out"
+    say(options, f"{about}: {rows}, {layers} {record.activation} network")
     posterior = infer(record, data, method, options)
     metrics: dict[str, Any] | None = None
     predictive: Predictive | None = None
@@ -190,22 +184,11 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
         predictive = data.target.restore(posterior.predict(torch.from_numpy(data.inputs[1])))
         observed = torch.from_numpy(data.target.observed(data.test))
         metrics = prediction.held_out(data.target, predictive, observed.to(posterior.device), LEVEL)
-        heldout["row"] = [data.test[data.target.names[0]].row(index) for index in range(data.test.rows)]
-        heldout |= {f"actual_{name}": list(data.test[name].cells) for name in data.target.names}
-        heldout |= prediction.columns(data.target, predictive, LEVEL)
+        heldout = prediction.held_out_columns(data.target, data.test, predictive, LEVEL)
     evidence = from_fit(record, posterior, data, predictive, metrics)
     runs.write(options.out, record, posterior, metrics, heldout, evidence)
-    say(options, diagnosing.after_fit(evidence.diagnostics))
+    say(options, *diagnosing.after_fit(evidence.diagnostics))
     return record, metrics
-
-
-def describe(record: runs.Record) -> str:
-    """The fit in one line, before it starts."""
-    layers = "-".join(map(str, (len(record.preprocessor.features), *record.hidden, record.target.outputs)))
-    return (
-        f"{record.target.task} of {', '.join(record.target.names)} ({record.target.likelihood}) by {record.method}: "
-        f"{record.rows['train']} training rows, {record.rows['heldout']} held out, {layers} {record.activation} network"
-    )
 
 
 def infer(record: runs.Record, data: Prepared, method: Any, options: Options) -> Posterior:
@@ -213,14 +196,15 @@ def infer(record: runs.Record, data: Prepared, method: Any, options: Options) ->
     checkpoint = runs.checkpoint_folder(options.out) if options.checkpoint else None
     if options.resume and checkpoint is None:
         raise ValueError("--resume needs the checkpoint: leave out --no-checkpoint")
-    if options.resume and checkpoint is not None and not checkpoint.exists():
-        say(options, [f"nothing to resume: {checkpoint} does not exist; starting from the beginning"])
     if checkpoint is not None and not options.resume:
         runs.discard_checkpoint(options.out)
+    elif checkpoint is not None and not checkpoint.exists():
+        say(options, f"nothing to resume: {checkpoint} does not exist; starting from the beginning")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         network = record.network()
     posterior: Posterior | None = None
+    # Ctrl-C comes as an exception before the first step, and as an interrupted posterior after it.
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="stopped by Ctrl-C")
@@ -232,7 +216,7 @@ def infer(record: runs.Record, data: Prepared, method: Any, options: Options) ->
                 prior=plausible.priors.Gaussian(scale=options.prior_scale),
                 seed=options.seed,
                 device=options.device,
-                compile=options.compile,
+                compile={"yes": True, "no": False}.get(options.compile, "auto"),  # type: ignore[arg-type]
                 progress=False if options.quiet else None,
                 checkpoint=checkpoint,
             )

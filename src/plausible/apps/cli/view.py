@@ -8,19 +8,34 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from plausible.apps.cli.runs import Record
+from plausible.analysis.tables import rich_table
 from plausible.apps.report.words import label, plural
+
+if TYPE_CHECKING:
+    from plausible.apps.cli.runs import Record
 
 
 def console() -> Console:
     """Standard output, with column and class names taken literally."""
     return Console(markup=False, highlight=False, emoji=False)
+
+
+def show(result: Any, markdown: bool = False) -> None:
+    """A result that has a table: in colours on a terminal, as text in a pipe, or in Markdown."""
+    screen = console()
+    if markdown:
+        typer.echo(result.to_markdown())
+    elif screen.is_terminal:
+        screen.print(result)
+    else:
+        typer.echo(str(result))
 
 
 def number(key: str, value: float) -> str:
@@ -33,17 +48,12 @@ def number(key: str, value: float) -> str:
 
 
 def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
-    """Held-out scores, a column for each target."""
     if metrics is None:
         console().print("no held-out rows (--test-fraction 0), so no scores")
         return
     names = list(metrics["targets"])
-    table = Table(
-        title=f"{plural(metrics['rows'], 'held-out row')}, {record.method}", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    table.add_column("score")
-    for name in names:
-        table.add_column(name, justify="right")
+    title = f"{plural(metrics['rows'], 'held-out row')}, {record.method}"
+    table = rich_table(("score", *names), words=("score",), title=title)
     total = number("log_likelihood", metrics["log_likelihood"])
     words = label("log_likelihood") + (", all targets together" if len(names) > 1 else "")
     table.add_row(words, total, *[""] * (len(names) - 1))
@@ -53,7 +63,6 @@ def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
 
 
 def run(folder: Path, record: Record) -> None:
-    """What a saved run is, and its scores."""
     target = record.target
     table = Table(show_header=False, box=box.SIMPLE, title=f"run {folder}", title_justify="left")
     table.add_column(style="bold")
@@ -63,8 +72,7 @@ def run(folder: Path, record: Record) -> None:
     for name, classes in zip(target.names, target.classes):
         table.add_row("classes" if len(target.names) == 1 else f"classes of {name}", ", ".join(classes))
     table.add_row("input columns", ", ".join(record.preprocessor.names))
-    layers = (len(record.preprocessor.features), *record.hidden, target.outputs)
-    table.add_row("network", f"{'-'.join(map(str, layers))}, {record.activation}")
+    table.add_row("network", f"{'-'.join(map(str, record.layers))}, {record.activation}")
     table.add_row("method", record.method)
     table.add_row("settings", settings_text(record.settings))
     table.add_row("rows", f"{record.rows['train']} for training, {record.rows['heldout']} held out")
@@ -94,37 +102,27 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def methods() -> None:
-    """All registered methods, a line each."""
     from plausible import methods as known
     from plausible.engine.method import summary
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("method", "kind", "what it does"):
-        table.add_column(heading)
-    for name, method_class in sorted(known.registry.items()):
-        table.add_row(name, kind(method_class), summary(method_class))
-    console().print(table)
+    heads = ("method", "kind", "what it does")
+    rows = [(name, kind(method), summary(method)) for name, method in sorted(known.registry.items())]
+    console().print(rich_table(heads, rows, words=heads))
     console().print("plausible methods NAME shows the settings; plausible fit --method NAME --set key=value uses them")
 
 
 def kind(method_class: Any) -> str:
     """Combinator, sampler, optimiser …: from the settings and the declared traits."""
-    if isinstance(method_class.traits, property) or "method" in {field.name for field in dataclasses.fields(method_class)}:
+    settings = {field.name for field in dataclasses.fields(method_class)}
+    if isinstance(method_class.traits, property) or "method" in settings:
         return "combinator"
-    thins = {"burn_in", "thin"} & {field.name for field in dataclasses.fields(method_class)}
-    return "sampler" if thins or method_class.traits.verb == "sample" else "optimiser"
+    return "sampler" if {"burn_in", "thin"} & settings or method_class.traits.verb == "sample" else "optimiser"
 
 
 def method(name: str) -> None:
-    """The documentation and the settings of one method."""
     from plausible import methods as known
 
     chosen = known.create(name)
-    text = inspect.cleandoc(type(chosen).__doc__ or "")
-    console().print(text, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("setting")
-    table.add_column("default")
-    for field in dataclasses.fields(chosen):  # type: ignore[arg-type]
-        table.add_row(field.name, repr(getattr(chosen, field.name)))
-    console().print(table)
+    console().print(inspect.cleandoc(type(chosen).__doc__ or ""), soft_wrap=True)
+    rows = [(field.name, repr(getattr(chosen, field.name))) for field in dataclasses.fields(chosen)]  # type: ignore[arg-type]
+    console().print(rich_table(("setting", "default"), rows, words=("setting", "default")))

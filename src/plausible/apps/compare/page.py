@@ -10,7 +10,7 @@ from typing import Any
 import plausible
 from plausible.apps.compare.study import Study
 from plausible.apps.compare.tables import HEADLINE, SHOWN, Summary
-from plausible.apps.pages import Shown, chart, render
+from plausible.apps.pages import Shown, render, shown
 
 NAMES = {
     "log_likelihood": "log-likelihood",
@@ -44,13 +44,9 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
 def _section(study: Study, summary: Summary, dataset: str, published: bool) -> dict[str, Any]:
     rows = [row for row in summary.rows if row.dataset == dataset]
     theirs = study.published.get(dataset, {}) if published and study.kind == "random" else {}
-    ours = [(row.label, row.metrics["log_likelihood"][:2], False) for row in rows if row.metrics]
-    others = [(name, tuple(result["log_likelihood"]), True) for name, result in theirs.items() if "log_likelihood" in result]
-    points = [
-        (name, value, 0.0 if math.isnan(error) else error, old)
-        for name, (value, error), old in [*ours, *others]
-        if math.isfinite(value)
-    ]
+    dots = [(row.label, *row.metrics["log_likelihood"][:2], False) for row in rows if row.metrics]
+    dots += [(name, *result["log_likelihood"], True) for name, result in theirs.items() if "log_likelihood" in result]
+    points = [(name, at, 0.0 if math.isnan(error) else error, old) for name, at, error, old in dots if math.isfinite(at)]
     return {
         "name": dataset,
         "splits": max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0),
@@ -66,15 +62,15 @@ def _figure(points: list[tuple[str, float, float, bool]], dataset: str) -> Shown
     from plausible.apps.plots.comparing import draw_scores
 
     spoken = "; ".join(f"{name} {value:.2f}" for name, value, *_ in points)
-    picture = chart(
+    hollow = ", hollow dots are published results" if any(old for *_, old in points) else ""
+    return shown(
         lambda ax: draw_scores(ax, points, "test log-likelihood"),
-        f"Log-likelihood on {dataset}: {spoken}",
+        "",
         f"scores {dataset}",
+        f"Log-likelihood on {dataset}: {spoken}",
+        f"Test log-likelihood, higher is better; bars are two standard errors{hollow}.",
         size=(7.5, 0.9 + 0.3 * len(points)),
     )
-    hollow = ", hollow dots are published results" if any(old for *_, old in points) else ""
-    caption = f"Test log-likelihood, higher is better; bars are two standard errors{hollow}."
-    return Shown(picture, "", caption)
 
 
 def _settings(plain: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def run(study: Study, cell: Cell) -> dict[str, Any]:
     split = raw.standardised()
     hidden = (table.hidden or 50,)
     seed = study.seed + 1000 * cell.split
+    # Peaks are those of this cell: what the process held before belongs to earlier ones.
     memory = Memory()
     began = time.perf_counter()
     candidate, tried = _chosen(study.candidate(cell.label), split, hidden, seed)
@@ -70,7 +71,6 @@ def warm_up() -> None:
 
 
 def train(candidate: Candidate, data: tuple[Any, Any], hidden: tuple[int, ...], seed: int) -> Posterior:
-    """The candidate's posterior for standardised data."""
     make, per_target = _LIKELIHOODS[candidate.likelihood]
     x, y = data
     with torch.random.fork_rng(devices=[]):
@@ -85,7 +85,6 @@ def _chosen(
     candidate: Candidate, split: Split, hidden: tuple[int, ...], seed: int
 ) -> tuple[Candidate, list[tuple[dict[str, Any], float]]]:
     """The variant with the best log-likelihood on held-out training rows, and all that were tried, best first."""
-    variants = candidate.variants()
     if not candidate.grid:
         return candidate, []
     x, y = split.train
@@ -93,7 +92,7 @@ def _chosen(
     held = max(1, round(candidate.validation * len(x)))
     inner, outer = order[held:], order[:held]
     tried = []
-    for changes in variants:
+    for changes in candidate.variants():
         try:
             posterior = train(candidate.with_(changes), (x[inner], y[inner]), hidden, seed)
         except DivergenceError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any
 
 from plausible.apps.compare.study import Cell, Study
 from plausible.apps.compare.tables import SHOWN
+from plausible.core.storage import write_atomically
 
 log = logging.getLogger("plausible")
 Told = Callable[[int, int, Cell, dict[str, Any]], None]
@@ -35,10 +37,9 @@ def run(study: Study, folder: str | Path, *, jobs: int = 1, told: Told | None = 
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     write(folder / "study.json", study.plain())
     cells = list(study.cells())
-    results = {cell: found for cell in cells if (found := stored(study, folder, cell)) is not None}
-    todo = [cell for cell in cells if cell not in results or "error" in results[cell]]
-    for cell in todo:
-        results.pop(cell, None)
+    there = {cell: stored(study, folder, cell) for cell in cells}
+    results = {cell: result for cell, result in there.items() if result is not None and "error" not in result}
+    todo = [cell for cell in cells if cell not in results]
     for cell, result in _compute(study, todo, min(jobs, len(todo))):
         result["fingerprint"] = study.fingerprint(cell)
         write(_file(folder, cell), result)
@@ -49,17 +50,15 @@ def run(study: Study, folder: str | Path, *, jobs: int = 1, told: Told | None = 
 
 
 def stored(study: Study, folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """The result of a cell that was computed with the same settings, or None."""
     try:
-        found = json.loads(_file(folder, cell).read_text(encoding="utf-8"))
+        result = json.loads(_file(folder, cell).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and ("error" in found or _whole(found))
-    return found if whole and found.get("fingerprint") == study.fingerprint(cell) else None
+    whole = isinstance(result, dict) and ("error" in result or _whole(result))
+    return result if whole and result.get("fingerprint") == study.fingerprint(cell) else None
 
 
 def _whole(result: dict[str, Any]) -> bool:
-    """Whether a result has all that the tables need."""
     try:
         numbers = [*result["metrics"].values(), *result["seconds"].values(), result["train_rows"], result["test_rows"]]
         return all(name in result["metrics"] for name in SHOWN) and bool([float(number) for number in numbers])
@@ -69,24 +68,15 @@ def _whole(result: dict[str, Any]) -> bool:
 
 def _file(folder: Path, cell: Cell) -> Path:
     safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in cell.label)
-    tag = "" if safe == cell.label else f"-{abs(hash_text(cell.label)):08x}"
+    # Labels that differ in other characters must not share a file; Python's hash is another one in every process.
+    code = functools.reduce(lambda value, byte: (value * 131 + byte) % 2**32, cell.label.encode(), 0)
+    tag = "" if safe == cell.label else f"-{code:08x}"
     return folder / "cells" / cell.dataset / f"{safe}{tag}-{cell.split:02d}.json"
 
 
-def hash_text(text: str) -> int:
-    """A small hash that is the same in every process."""
-    value = 0
-    for byte in text.encode():
-        value = (value * 131 + byte) % 2**32
-    return value
-
-
 def write(path: Path, value: Any) -> None:
-    """Write JSON in one piece."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(jsonable(value), indent=1, allow_nan=False), encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, json.dumps(jsonable(value), indent=1, allow_nan=False).encode())
 
 
 def jsonable(value: Any) -> Any:
@@ -96,10 +86,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
 
 
 class _Worker:
@@ -138,6 +124,7 @@ class _Worker:
 def _compute(study: Study, cells: list[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
     if not cells:
         return
+    # Not fork: the threads that torch has started do not survive it.
     context = multiprocessing.get_context("spawn")
     queue = list(reversed(cells))
     workers: dict[Connection, _Worker] = {}
@@ -156,19 +143,19 @@ def _compute(study: Study, cells: list[Cell], jobs: int) -> Iterator[tuple[Cell,
                     worker = workers[connection]  # type: ignore[index]
                     cell, result = worker.cell, worker.answer()
                     assert cell is not None
-                    if result is None:
+                    if result is not None and queue:
+                        worker.ask(queue.pop())
+                        yield cell, result
+                        continue
+                    del workers[connection]  # type: ignore[arg-type]
+                    if result is not None:
+                        worker.stop()
+                    else:
                         worker.process.join()
-                        del workers[connection]  # type: ignore[arg-type]
-                        yield cell, {"error": _death(worker.process.exitcode)}
+                        result = {"error": _death(worker.process.exitcode)}
                         if queue:
                             employ()
-                        continue
                     yield cell, result
-                    if queue:
-                        worker.ask(queue.pop())
-                    else:
-                        worker.stop()
-                        del workers[connection]  # type: ignore[arg-type]
         finally:
             for worker in workers.values():
                 worker.stop()
@@ -209,7 +196,6 @@ def _serve(connection: Connection, study: Study) -> None:
 
 
 def attempt(study: Study, cell: Cell) -> dict[str, Any]:
-    """The result of a cell, or what went wrong, in one line."""
     from plausible.apps.compare import protocol
 
     began = time.perf_counter()

@@ -8,7 +8,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,12 +47,9 @@ class Candidate:
         """The candidate with these settings, some of which may be the model's."""
         model = {k: v for k, v in changes.items() if k in MODEL_KEYS}
         settings = {**self.settings, **{k: v for k, v in changes.items() if k not in MODEL_KEYS}}
-        plain = {"likelihood": self.likelihood, "prior_scale": self.prior_scale, "hidden": self.hidden}
-        plain |= {"activation": self.activation, **model}
-        return Candidate(self.label, self.method, settings, **plain)  # type: ignore[arg-type]
+        return replace(self, settings=settings, grid={}, **model)
 
     def build(self) -> Any:
-        """The method itself."""
         from plausible.apps.assembling import assemble
         from plausible.core import serialise
 
@@ -60,17 +57,7 @@ class Candidate:
         return assemble(self.method, decoded)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "method": self.method,
-            "settings": dict(self.settings),
-            "likelihood": self.likelihood,
-            "prior_scale": self.prior_scale,
-            "hidden": self.hidden,
-            "activation": self.activation,
-            "grid": {k: list(v) for k, v in self.grid.items()},
-            "validation": self.validation,
-        }
+        return {name: value for name, value in vars(self).items() if name != "label"}
 
 
 class Published(NamedTuple):
@@ -136,24 +123,19 @@ class Study:
         return self.reference or self.candidates[0].label
 
     def candidate(self, label: str) -> Candidate:
-        """The candidate of this label."""
         return next(candidate for candidate in self.candidates if candidate.label == label)
 
     def cells(self) -> Iterator[Cell]:
         """All fits, split by split, so that an interrupted study has compared everything on some splits."""
-        from plausible.apps.datasets.catalogue import entry
+        from plausible.apps import datasets
 
-        sizes = {name: num_splits(entry(name).name, self.kind) for name in self.datasets}
-        for split in range(max(sizes.values())):
-            for name in self.datasets:
-                if split < sizes[name] and self._wanted(split):
-                    for candidate in self.candidates:
-                        yield Cell(name, split, candidate.label)
-
-    def _wanted(self, split: int) -> bool:
-        if isinstance(self.splits, int):
-            return split < self.splits
-        return self.splits is None or split in self.splits
+        tables = {name: datasets.uci(name) for name in self.datasets}
+        sizes = {name: len(table.splits if self.kind == "random" else table.gap_splits) for name, table in tables.items()}
+        numbers = range(max(sizes.values()))
+        wanted = range(self.splits) if isinstance(self.splits, int) else numbers if self.splits is None else self.splits
+        for split, name, candidate in itertools.product(numbers, self.datasets, self.candidates):
+            if split < sizes[name] and split in wanted:
+                yield Cell(name, split, candidate.label)
 
     def fingerprint(self, cell: Cell) -> str:
         """What a cell's result depends on; a stored result with another one is computed again."""
@@ -161,7 +143,6 @@ class Study:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "title": self.title,
             "datasets": list(self.datasets),
@@ -171,14 +152,6 @@ class Study:
             "reference": self.reference,
             "methods": {c.label: c.plain() for c in self.candidates},
         }
-
-
-def num_splits(name: str, kind: str) -> int:
-    """How many splits of this kind a data set has."""
-    from plausible.apps import datasets
-
-    table = datasets.uci(name)
-    return len(table.splits if kind == "random" else table.gap_splits)
 
 
 def example() -> str:
@@ -202,12 +175,13 @@ def parse(text: str, source: str = "the study") -> Study:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML: {error}") from error
     try:
-        _refuse_unknown(raw, KEYS, "")
+        for key in raw:
+            _need(key in KEYS, f"{key} is not known{nearest(key, KEYS)}; known: {', '.join(KEYS)}")
         _need("datasets" in raw, "datasets is missing: a list of names such as ['yacht', 'boston']")
-        methods = raw.get("methods")
-        _need(
-            isinstance(methods, dict) and bool(methods), "methods is missing: tables such as [methods.map] with method = 'map'"
-        )
+        names, methods = raw["datasets"], raw.get("methods")
+        named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        _need(named, f"datasets must be a list of names, got {names!r}")
+        _need(isinstance(methods, dict) and methods, "methods is missing: tables such as [methods.map] with method = 'map'")
         splits = raw.get("splits")
         if isinstance(splits, list):
             _need(bool(splits) and all(_is_count(s, 0) for s in splits), f"splits must be whole numbers from 0, got {splits}")
@@ -217,7 +191,7 @@ def parse(text: str, source: str = "the study") -> Study:
         elif splits is not None:
             _need(_is_count(splits, 1), f"splits must be a number of splits, a list of them or 'all', got {splits!r}")
         return Study(
-            datasets=_names(raw["datasets"]),
+            datasets=tuple(names),
             candidates=tuple(_candidate(label, table) for label, table in methods.items()),  # type: ignore[union-attr]
             splits=splits,
             published=_published(raw.get("published", {})),
@@ -263,32 +237,19 @@ def _check(candidate: Candidate) -> None:
     """Every variant of the grid can be built; an error names the candidate."""
     where = f"methods.{candidate.label}"
     share = candidate.validation
-    _need(
-        isinstance(share, float) and 0 < share < 1, f"{where}.validation must lie between 0 and 1, got {candidate.validation}"
-    )
+    _need(isinstance(share, float) and 0 < share < 1, f"{where}.validation must lie between 0 and 1, got {share}")
     for changes in candidate.variants():
         variant = candidate.with_(changes)
         scale = variant.prior_scale
-        _need(
-            isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale) and 1e-30 < scale < 1e30,
-            f"{where}.prior_scale must be a positive number of a size that floats can square, got {scale!r}",
-        )
-        for name, value, known in (
-            ("likelihood", variant.likelihood, LIKELIHOODS),
-            ("activation", variant.activation, ACTIVATIONS),
-        ):
+        usable = isinstance(scale, int | float) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
+        _need(usable, f"{where}.prior_scale must be a positive number of a size that floats can square, got {scale!r}")
+        for name, known in (("likelihood", LIKELIHOODS), ("activation", ACTIVATIONS)):
+            value = getattr(variant, name)
             _need(value in known, f"{where}.{name}: {value!r} is not known; there are {', '.join(known)}")
         try:
             variant.build()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}") from error
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    _need(
-        isinstance(value, list) and all(isinstance(v, str) for v in value), f"datasets must be a list of names, got {value!r}"
-    )
-    return tuple(value)
 
 
 def _widths(label: str, value: Any) -> tuple[int, ...]:
@@ -300,11 +261,6 @@ def _widths(label: str, value: Any) -> tuple[int, ...]:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _refuse_unknown(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in raw:
-        _need(key in known, f"{where}{key} is not known{nearest(key, known)}; known: {', '.join(known)}")
 
 
 def _need(condition: Any, message: str) -> None:

@@ -14,50 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import scipy.special
+
 from plausible.apps.compare.study import Cell, Study
 
-HIGHER_IS_BETTER = {
-    "log_likelihood": True,
-    "rmse": False,
-    "mae": False,
-    "crps": False,
-    "aurc": False,
-    "quantile_calibration": False,
-}
-T_975 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-    2.080,
-    2.074,
-    2.069,
-    2.064,
-    2.060,
-    2.056,
-    2.052,
-    2.048,
-    2.045,
-    2.042,
-)
-"""The 97.5 % quantiles of Student's t with 1, 2, … 30 degrees of freedom."""
-
+HIGHER_IS_BETTER = ("log_likelihood",)
 HEADLINE = ("log_likelihood", "rmse", "crps")
 SHOWN = (*HEADLINE, "coverage_90", "quantile_calibration")
 
@@ -105,13 +66,11 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The label, with what is left out of the means."""
         wanted = len(self.failures) + self.missing + self.splits
         return self.label if self.splits == wanted or not self.splits else f"{self.label} ({self.splits} of {wanted} splits)"
 
     @property
     def splits(self) -> int:
-        """Splits with a result."""
         return next((value.splits for value in self.metrics.values()), 0)
 
 
@@ -125,11 +84,9 @@ class Summary:
     against: str
 
     def row(self, dataset: str, label: str) -> Row:
-        """The row of one method on one data set."""
         return next(row for row in self.rows if (row.dataset, row.label) == (dataset, label))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
         rows = [
             {
                 "dataset": row.dataset,
@@ -147,7 +104,6 @@ class Summary:
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Mean and standard error σ/√J."""
     if not values:
         return Mean(math.nan, math.nan, 0)
     spread = len(values) > 1 and all(map(math.isfinite, values))
@@ -157,13 +113,13 @@ def mean(values: Sequence[float]) -> Mean:
 
 def difference(ours: Sequence[float], theirs: Sequence[float], ratio: float, higher: bool) -> Difference:
     """The paired difference ours − theirs over splits with test rows per training row `ratio`, judged at 5 %, two-sided."""
+    # Two scores of −∞ are equal, and their difference would be NaN.
     gaps = [0.0 if a == b else a - b for a, b in zip(ours, theirs, strict=True)]
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
         return Difference(sum(gaps) / len(gaps) if gaps else math.nan, math.nan, len(gaps), "")
     value, spread = statistics.fmean(gaps), statistics.variance(gaps)
     error = math.sqrt((1 / len(gaps) + ratio) * spread)
-    freedom = len(gaps) - 1
-    if abs(value) <= (T_975[freedom - 1] if freedom <= len(T_975) else 1.96 + 2.4 / freedom) * error or value == 0:
+    if abs(value) <= scipy.special.stdtrit(len(gaps) - 1, 0.975) * error or value == 0:
         verdict = "no difference"
     else:
         verdict = "better" if (value > 0) == higher else "worse"
@@ -178,36 +134,22 @@ def summarise(study: Study, results: Mapping[Cell, Mapping[str, Any]]) -> Summar
         wanted = sorted({cell.split for cell in study.cells() if cell.dataset == dataset})
         for candidate in study.candidates:
             label = candidate.label
-            own = {s: good[Cell(dataset, s, label)] for s in wanted if Cell(dataset, s, label) in good}
-            base = {s: good[Cell(dataset, s, study.against)] for s in own if Cell(dataset, s, study.against) in good}
-            names = list(next(iter(own.values()))["metrics"]) if own else []
-            failures = [
-                f"split {s}: {results[Cell(dataset, s, label)]['error']}"
-                for s in wanted
-                if "error" in results.get(Cell(dataset, s, label), {})
-            ]
-            values = {n: [float(r["metrics"][n]) for r in own.values()] for n in names}
-            ratio = statistics.fmean(r["test_rows"] / r["train_rows"] for r in own.values()) if own else 0.0
+            ours = {s: good[Cell(dataset, s, label)] for s in wanted if Cell(dataset, s, label) in good}
+            theirs = {s: good[Cell(dataset, s, study.against)] for s in ours if Cell(dataset, s, study.against) in good}
+            names = list(next(iter(ours.values()))["metrics"]) if ours else []
+            errors = {s: results.get(Cell(dataset, s, label), {}).get("error") for s in wanted}
+            failures = tuple(f"split {s}: {error}" for s, error in errors.items() if error is not None)
+            ratio = statistics.fmean(r["test_rows"] / r["train_rows"] for r in ours.values()) if ours else 0.0
             differences = {}
-            if label != study.against:
-                for n in HEADLINE:
-                    if n in values and base:
-                        pairs = [(float(own[s]["metrics"][n]), float(base[s]["metrics"][n])) for s in base]
-                        ours, theirs = zip(*pairs)
-                        differences[n] = difference(ours, theirs, ratio, HIGHER_IS_BETTER[n])
-            peaks = [r["peak_bytes"] for r in own.values() if r.get("peak_bytes") is not None]
-            rows.append(
-                Row(
-                    dataset,
-                    label,
-                    {n: mean(v) for n, v in values.items()},
-                    differences,
-                    statistics.fmean(sum(r["seconds"].values()) for r in own.values()) if own else math.nan,
-                    max(peaks) if peaks else None,
-                    tuple(failures),
-                    len(wanted) - len(own) - len(failures),
-                )
-            )
+            for name in HEADLINE if theirs and label != study.against else ():
+                if name in names:
+                    a, b = ([float(side[s]["metrics"][name]) for s in theirs] for side in (ours, theirs))
+                    differences[name] = difference(a, b, ratio, name in HIGHER_IS_BETTER)
+            means = {name: mean([float(r["metrics"][name]) for r in ours.values()]) for name in names}
+            seconds = statistics.fmean(sum(r["seconds"].values()) for r in ours.values()) if ours else math.nan
+            peak = max((r["peak_bytes"] for r in ours.values() if r.get("peak_bytes") is not None), default=None)
+            missing = len(wanted) - len(ours) - len(failures)
+            rows.append(Row(dataset, label, means, differences, seconds, peak, failures, missing))
     ranks, count = _ranks(study, good)
     return Summary(tuple(rows), ranks, count, study.against)
 
@@ -221,18 +163,18 @@ def _ranks(study: Study, good: Mapping[Cell, Mapping[str, Any]]) -> tuple[dict[s
             complete.setdefault(dataset, []).append(split)
     ranks: dict[str, dict[str, float]] = {}
     for name in HEADLINE:
-        totals = {label: [] for label in labels}  # type: dict[str, list[float]]
+        sign = -1 if name in HIGHER_IS_BETTER else 1
+        totals: dict[str, list[float]] = {label: [] for label in labels}
         for dataset, splits in complete.items():
-            own: dict[str, list[float]] = {label: [] for label in labels}
+            places: dict[str, list[float]] = {label: [] for label in labels}
             for split in splits:
-                values = {x: float(good[Cell(dataset, split, x)]["metrics"].get(name, math.nan)) for x in labels}
-                keys = {x: -v if HIGHER_IS_BETTER[name] else v for x, v in values.items()}
+                scores = {x: sign * float(good[Cell(dataset, split, x)]["metrics"].get(name, math.nan)) for x in labels}
                 for x in labels:
-                    below = sum(keys[o] < keys[x] for o in labels)
-                    ties = sum(keys[o] == keys[x] for o in labels)
-                    own[x].append(below + (ties + 1) / 2)
+                    below = sum(score < scores[x] for score in scores.values())
+                    ties = sum(score == scores[x] for score in scores.values())
+                    places[x].append(below + (ties + 1) / 2)
             for x in labels:
-                totals[x].append(statistics.fmean(own[x]))
+                totals[x].append(statistics.fmean(places[x]))
         if complete:
             ranks[name] = {x: statistics.fmean(v) for x, v in totals.items()}
     return ranks, sum(map(len, complete.values()))

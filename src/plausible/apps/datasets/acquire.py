@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import tarfile
@@ -83,26 +84,28 @@ def ensure(entry: Entry, files: Iterable[File] | None = None, progress: bool | N
 
 
 def _advice(entry: Entry, absent: list[File], reasons: list[str], hint: str) -> str:
-    """What is missing, why it could not be had, and what to do."""
-    names = ", ".join(file.path for file in absent)
-    several = len(absent) > 1
-    sourced = all(file.source is not None for file in absent)
+    names, folder = ", ".join(file.path for file in absent), places.data_folder()
+    first = "the data folder (PLAUSIBLE_DATA is not set)"
+    if folder is not None:
+        first = f"PLAUSIBLE_DATA ({folder}{'' if folder.is_dir() else ', which is not a folder'})"
+    are, them, name = ("are", "them", "these names") if len(absent) > 1 else ("is", "it", "this name")
     elsewhere = f", or run `plausible data get {entry.name}` on a machine with network and copy its cache folder here"
+    if any(file.source is None for file in absent):
+        elsewhere = ""
     return (
-        f"data set {entry.name!r} is not here: {names} {'are' if several else 'is'} in neither {places.looked_in()}, and "
-        f"cannot be downloaded ({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds "
-        f"{'them' if several else 'it'} under {'these names' if several else 'this name'}"
-        f"{elsewhere if sourced else ''}{'; ' + hint if hint else ''}"
+        f"data set {entry.name!r} is not here: {names} {are} in neither {first} nor the cache ({places.cache_folder()}), and "
+        f"cannot be downloaded ({'; '.join(reasons)}). Set PLAUSIBLE_DATA to a folder that holds {them} under {name}"
+        f"{elsewhere}{hint and f'; {hint}'}"
     )
 
 
 def _obtain(files: list[File], bar: Bar) -> list[str]:
     """Download what can be downloaded; returns the reasons for the rest."""
-    if places.offline():
+    if os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0"):
         return ["PLAUSIBLE_OFFLINE is set"]
     reasons: list[str] = []
-    mirror = places.mirror()
-    if mirror is not None:
+    # A mirror has the layout of the data folder, and is asked before the public origins.
+    if mirror := os.environ.get("PLAUSIBLE_MIRROR", "").rstrip("/"):
         for file in files:
             _direct(file, (f"{mirror}/{file.path}",), bar, reasons)
     left = [file for file in files if places.find(file) is None]
@@ -180,7 +183,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> None:
-    """The first address that gives the file itself."""
     for url in urls:
         try:
             with _received(url, bar, file.name) as path:
@@ -188,8 +190,7 @@ def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> 
         except Unavailable as error:
             reasons.append(str(error))
             continue
-        wrong = problem(file, file.path, raw)
-        if wrong is None:
+        if (wrong := problem(file, file.path, raw)) is None:
             return _install(file.path, raw)
         reasons.append(f"{url}: not the expected file, {wrong}")
 
@@ -197,6 +198,7 @@ def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> 
 def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
     """Single files → one archive, as it is in the data folder."""
     packed = io.BytesIO()
+    # Without name and time of packing, the same members make the same bytes.
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for number, (name, url) in enumerate(source.members, 1):
             try:
@@ -208,8 +210,7 @@ def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(raw)
             archive.addfile(member, io.BytesIO(raw))
-    wrong = problem(file, file.path, packed.getvalue())
-    if wrong is not None:
+    if (wrong := problem(file, file.path, packed.getvalue())) is not None:
         reasons.append(f"{file.name} was put together from {source.members[0][1].rpartition('/')[0]}, but {wrong}")
         return
     _install(file.path, packed.getvalue())

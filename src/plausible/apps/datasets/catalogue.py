@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
@@ -88,7 +87,6 @@ class Entry:
 
     @property
     def count(self) -> int:
-        """All examples together."""
         return sum(int(part.replace(",", "")) for part in self.examples.split(" + ") if part)
 
     @property
@@ -97,7 +95,6 @@ class Entry:
 
     @property
     def downloadable(self) -> bool:
-        """Whether every file can be had from its public origin."""
         return all(file.source is not None for file in self.files)
 
     @property
@@ -106,14 +103,13 @@ class Entry:
         return sum(file.size for file in self.files)
 
 
-def _counted(name: str) -> Iterator[str]:
+def _counted(name: str) -> list[str]:
     """`a_{0..2}.txt` → `a_0.txt`, `a_1.txt`, `a_2.txt`; a name without braces is itself."""
     match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
     if match is None:
-        yield name
-        return
+        return [name]
     before, first, last, after = match.groups()
-    yield from (f"{before}{number}{after}" for number in range(int(first), int(last) + 1))
+    return [f"{before}{number}{after}" for number in range(int(first), int(last) + 1)]
 
 
 def _file(table: dict[str, Any], archives: dict[str, Archive]) -> File:
@@ -121,14 +117,11 @@ def _file(table: dict[str, Any], archives: dict[str, Archive]) -> File:
     if "urls" in table:
         source = Direct(tuple(table.pop("urls")))
     elif "pieces" in table:
-        source = Pieces(
-            tuple(
-                (f"{folder['inside']}/{name}", f"{folder['address']}/{name}")
-                for folder in table.pop("pieces")
-                for pattern in folder["names"]
-                for name in _counted(pattern)
-            )
-        )
+        members = []
+        for folder in table.pop("pieces"):
+            names = [name for pattern in folder["names"] for name in _counted(pattern)]
+            members += [(f"{folder['inside']}/{name}", f"{folder['address']}/{name}") for name in names]
+        source = Pieces(tuple(members))
     elif "archive" in table:
         source = archives[table.pop("archive")]
     return File(**table, source=source)

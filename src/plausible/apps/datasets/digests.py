@@ -15,6 +15,8 @@ import lzma
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,30 +25,30 @@ from plausible.apps.datasets.catalogue import File
 if TYPE_CHECKING:
     import numpy as np
 
-DAMAGED = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    IndexError,
-    lzma.LZMAError,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+PACKING = (lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+DAMAGED = (*PACKING, OSError, EOFError, ValueError, KeyError, IndexError)
 """What the readers of packed files raise where a file is truncated or is something else."""
 
 UNUSED = ("n_epochs.txt", "n_hidden.txt", "n_splits.txt", "dropout_rates.txt", "tau_values.txt")
 """Members of the UCI archives that nothing here reads."""
 
 
-def damaged(path: Path, name: str, error: BaseException | str) -> ValueError:
-    """The error for a file that is there and cannot be read."""
-    return ValueError(
-        f"{path} is damaged or not the file it should be ({error}); "
-        f"`plausible data where {name} --check` compares it with its checksum; replace it, or delete it and run "
-        f"`plausible data get {name}`"
-    )
+@contextmanager
+def reading(path: Path, name: str) -> Iterator[None]:
+    """Whatever goes wrong while a file of the set `name` is read is an error that says what to do about it."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise ValueError(
+            f"{path} is damaged or not the file it should be ({error}); "
+            f"`plausible data where {name} --check` compares it with its checksum; replace it, or delete it and run "
+            f"`plausible data get {name}`"
+        ) from None
+
+
+def unpacked(path: Path) -> bytes:
+    raw = path.read_bytes()
+    return lzma.decompress(raw) if path.suffix == ".xz" else raw
 
 
 def numbers(raw: bytes, rows: int) -> np.ndarray:

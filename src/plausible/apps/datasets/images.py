@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import lzma
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from plausible.apps.datasets import places
 from plausible.apps.datasets.acquire import ensure
 from plausible.apps.datasets.catalogue import entry
-from plausible.apps.datasets.digests import DAMAGED, damaged
+from plausible.apps.datasets.digests import reading, unpacked
 from plausible.apps.datasets.results import Dataset
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -25,19 +24,16 @@ BATCH, RECORD = 10_000, 1 + 3 * 32 * 32  # images in a batch, bytes of an image 
 
 def read_idx(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     """A gzipped idx file of bytes (two zeros, type 8, dimensions, sizes, data) → uint8 of this shape."""
-    try:
+    header = 4 + 4 * len(shape)
+    expected = bytes((0, 0, 8, len(shape))) + b"".join(size.to_bytes(4, "big") for size in shape)
+    with reading(path, name):
         raw = gzip.decompress(path.read_bytes())
-        header = 4 + 4 * len(shape)
-        expected = bytes((0, 0, 8, len(shape))) + b"".join(size.to_bytes(4, "big") for size in shape)
         if raw[:header] != expected or len(raw) != header + int(np.prod(shape)):
             raise ValueError(f"not an idx file of bytes {list(shape)}")
-    except DAMAGED as error:
-        raise damaged(path, name, error) from None
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)
 
 
 def pixels(x: Tensor, raw: bool) -> Tensor:
-    """Bytes as they are, or float32 in [0, 1]."""
     return x if raw else x.float().div_(255)
 
 
@@ -64,13 +60,10 @@ def fashion_mnist(raw: bool = False) -> Dataset:
 
 def read_batch(path: Path) -> tuple[Tensor, Tensor]:
     """10,000 records of a label and 3×32×32 pixels → images uint8 and labels int64."""
-    try:
-        raw = path.read_bytes()
-        raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
+    with reading(path, "cifar10"):
+        raw = unpacked(path)
         if len(raw) != BATCH * RECORD:
             raise ValueError(f"{len(raw):,} bytes unpacked, expected {BATCH * RECORD:,}")
-    except DAMAGED as error:
-        raise damaged(path, "cifar10", error) from None
     records = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(BATCH, RECORD)
     return records[:, 1:].reshape(BATCH, 3, 32, 32), records[:, 0].long()
 
@@ -88,10 +81,9 @@ def cifar10(raw: bool = False, parts: Sequence[int] = (1, 2, 3, 4, 5)) -> Datase
     here = tuple(part for part in (1, 2, 3, 4, 5) if places.find(known.files[part - 1]) is not None)
     hint = f"parts={here} reads the training batches that are here" if here else ""
     paths = ensure(known, [known.files[part - 1] for part in chosen] + [known.files[5]], hint=hint)
-    batches = [read_batch(path) for path in paths]
-    train = torch.cat([x for x, _ in batches[:-1]]), torch.cat([y for _, y in batches[:-1]])
-    test = batches[-1]
-    return Dataset("cifar10", (pixels(train[0], raw), train[1]), (pixels(test[0], raw), test[1]), classes=CIFAR10)
+    *batches, (x_test, y_test) = [read_batch(path) for path in paths]
+    x, y = (torch.cat(parts) for parts in zip(*batches))
+    return Dataset("cifar10", (pixels(x, raw), y), (pixels(x_test, raw), y_test), classes=CIFAR10)
 
 
 def cifar10_hmc() -> Tensor:
@@ -101,11 +93,9 @@ def cifar10_hmc() -> Tensor:
     augmentation, prior variance 1/5. A yardstick for `metrics.agreement` and `metrics.total_variation`.
     """
     (path,) = ensure(entry("cifar10_hmc"))
-    try:
+    with reading(path, "cifar10_hmc"):
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as content:
             probs = content["probs"]
         if probs.shape != (10_000, 10):
             raise ValueError(f"probs has shape {probs.shape}, expected (10000, 10)")
-    except DAMAGED as error:
-        raise damaged(path, "cifar10_hmc", error) from None
     return torch.from_numpy(probs.astype(np.float32))

@@ -13,8 +13,6 @@ Place = Literal["data folder", "cache"]
 
 
 class Found(NamedTuple):
-    """A file that is there."""
-
     path: Path
     place: Place
 
@@ -30,16 +28,6 @@ def cache_folder() -> Path:
     return folders.cache_folder() / "data"
 
 
-def offline() -> bool:
-    """Whether `PLAUSIBLE_OFFLINE` forbids downloads."""
-    return os.environ.get("PLAUSIBLE_OFFLINE", "") not in ("", "0")
-
-
-def mirror() -> str | None:
-    """`PLAUSIBLE_MIRROR`: an address with the layout of the data folder, asked before the public origins."""
-    return os.environ.get("PLAUSIBLE_MIRROR", "").rstrip("/") or None
-
-
 def find(file: File) -> Found | None:
     """A file where it is first found, packed or unpacked."""
     roots: list[tuple[Path | None, Place]] = [(data_folder(), "data folder"), (cache_folder(), "cache")]
@@ -51,15 +39,4 @@ def find(file: File) -> Found | None:
 
 
 def missing(entry: Entry) -> tuple[File, ...]:
-    """The files of a set that are in neither place."""
     return tuple(file for file in entry.files if find(file) is None)
-
-
-def looked_in() -> str:
-    """The two places in words, for messages."""
-    folder = data_folder()
-    if folder is None:
-        first = "the data folder (PLAUSIBLE_DATA is not set)"
-    else:
-        first = f"PLAUSIBLE_DATA ({folder}{'' if folder.is_dir() else ', which is not a folder'})"
-    return f"{first} nor the cache ({cache_folder()})"

@@ -84,9 +84,8 @@ class Split:
                 y = ((y.double() - y_loc) / y_scale).to(y.dtype)
             return ((x.double() - x_loc) / x_scale).to(x.dtype), y
 
-        return Split(
-            scaled(self.train), scaled(self.test), self.train_rows, self.test_rows, x_loc, x_scale, y_loc, y_scale, True
-        )
+        moved = {"x_loc": x_loc, "x_scale": x_scale, "y_loc": y_loc, "y_scale": y_scale}
+        return replace(self, train=scaled(self.train), test=scaled(self.test), is_standardised=True, **moved)
 
     def restore(self, value: Value) -> Value:
         """Loc + scale·value: targets, or a predictive of standardised targets, in the units of the table."""
@@ -149,17 +148,9 @@ class Table:
         return self._rows(*splits[index])
 
     def _rows(self, train: Tensor, test: Tensor) -> Split:
-        inputs, targets = self.x.shape[1], self.y.shape[1:]
-        return Split(
-            (self.x[train], self.y[train]),
-            (self.x[test], self.y[test]),
-            train,
-            test,
-            torch.zeros(inputs, dtype=torch.float64),
-            torch.ones(inputs, dtype=torch.float64),
-            torch.zeros(targets, dtype=torch.float64),
-            torch.ones(targets, dtype=torch.float64),
-        )
+        x, y = (torch.zeros(shape, dtype=torch.float64) for shape in (self.x.shape[1:], self.y.shape[1:]))
+        pairs = (self.x[train], self.y[train]), (self.x[test], self.y[test])
+        return Split(*pairs, train, test, x, torch.ones_like(x), y, torch.ones_like(y))
 
     def numpy(self) -> Pair:
         """(x, y) as NumPy arrays."""

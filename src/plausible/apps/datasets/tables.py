@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from plausible.apps.datasets.acquire import ensure
-from plausible.apps.datasets.catalogue import CATALOGUE, UCI, Entry, entry
-from plausible.apps.datasets.digests import DAMAGED, damaged, members, numbers
+from plausible.apps.datasets.catalogue import CATALOGUE, UCI, entry
+from plausible.apps.datasets.digests import members, numbers, reading
 from plausible.apps.datasets.results import Table
 
 SMALL = tuple(known.name for known in CATALOGUE.values() if known.reader == "small")
@@ -37,29 +37,15 @@ def uci(name: str, dtype: torch.dtype = torch.float32) -> Table:
         there = ", ".join(each.name for each in UCI)
         raise ValueError(f"{name!r} is not one of the UCI sets {there}; see plausible.datasets.load")
     (path,) = ensure(known)
-    try:
-        return _read_uci(path, known, dtype)
-    except DAMAGED as error:
-        raise damaged(path, known.name, error) from None
-
-
-def _read_uci(path: Path, known: Entry, dtype: torch.dtype) -> Table:
-    """An archive of text files → a table; anything inconsistent in it is an error."""
-    files = {member.partition("/")[2]: raw for member, raw in members(path.read_bytes()).items()}
-    values = numbers(files["data/data.txt"], known.count)
-    inputs, target = _whole(files["data/index_features.txt"]), _whole(files["data/index_target.txt"])
-    if len(inputs) != len(known.features) or len(target) != 1:
-        raise ValueError(f"{len(inputs)} inputs and {len(target)} targets, expected {len(known.features)} and 1")
-    return Table(
-        known.name,
-        torch.from_numpy(values[:, inputs]).to(dtype),
-        torch.from_numpy(values[:, target]).to(dtype),
-        known.features,
-        known.targets,
-        _splits(files, "data", len(values)),
-        _splits(files, "gap", len(values)),
-        known.hidden,
-    )
+    with reading(path, known.name):
+        files = {member.partition("/")[2]: raw for member, raw in members(path.read_bytes()).items()}
+        values = numbers(files["data/data.txt"], known.count)
+        inputs, target = _whole(files["data/index_features.txt"]), _whole(files["data/index_target.txt"])
+        if len(inputs) != len(known.features) or len(target) != 1:
+            raise ValueError(f"{len(inputs)} inputs and {len(target)} targets, expected {len(known.features)} and 1")
+        splits, gaps = (_splits(files, folder, len(values)) for folder in ("data", "gap"))
+    x, y = (torch.from_numpy(values[:, columns]).to(dtype) for columns in (inputs, target))
+    return Table(known.name, x, y, known.features, known.targets, splits, gaps, known.hidden)
 
 
 def _whole(raw: bytes) -> np.ndarray:
@@ -100,12 +86,10 @@ def small(name: str, missing: Literal["drop", "keep"] = "drop", dtype: torch.dty
     layout = [features + targets] if len(paths) == 1 else [features, targets]
     columns: list[np.ndarray] = []
     for path, names in zip(paths, layout):
-        try:
+        with reading(path, known.name):
             part = _read_csv(path, names) if path.suffix == ".csv" else list(numbers(path.read_bytes(), known.count).T)
             if len(part) != len(names) or len(part[0]) != known.count:
                 raise ValueError(f"{len(part[0])} rows of {len(part)} columns, expected {known.count} of {len(names)}")
-        except DAMAGED as error:
-            raise damaged(path, known.name, error) from None
         columns += part
     values = np.stack(columns, axis=1)
     if missing == "drop":
@@ -120,11 +104,11 @@ def small(name: str, missing: Literal["drop", "keep"] = "drop", dtype: torch.dty
 def _read_csv(path: Path, names: tuple[str, ...]) -> list[np.ndarray]:
     """Columns of a table with a header as float64; empty cells and NA are NaN, dates are years."""
     rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline="")))
-    return [np.array([_date(row[name]) if name == "date" else _number(row[name]) for row in rows]) for name in names]
 
+    def number(cell: str) -> float:
+        return math.nan if cell in ("", "NA") else float(cell)
 
-def _number(cell: str) -> float:
-    return math.nan if cell in ("", "NA") else float(cell)
+    return [np.array([(_date if name == "date" else number)(row[name]) for row in rows]) for name in names]
 
 
 def _date(cell: str) -> float:

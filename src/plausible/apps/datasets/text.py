@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import lzma
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from plausible.apps.datasets.acquire import ensure
 from plausible.apps.datasets.catalogue import entry
-from plausible.apps.datasets.digests import DAMAGED, damaged, members
+from plausible.apps.datasets.digests import members, reading, unpacked
 from plausible.apps.datasets.results import Dataset
 
 TOKEN = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
@@ -34,8 +33,9 @@ class Vocabulary:
 
     words: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_numbers", {word: number for number, word in enumerate(self.words)})
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
 
     @classmethod
     def of(cls, documents: Iterable[str], size: int) -> Vocabulary:
@@ -55,8 +55,7 @@ class Vocabulary:
             raise TypeError("documents must be a sequence of texts, got one text: pass [text]")
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        numbers: dict[str, int] = self._numbers  # type: ignore[attr-defined]
-        rows = [[numbers.get(token, 1) for token in tokenise(document)[:length]] for document in documents]
+        rows = [[self._numbers.get(token, 1) for token in tokenise(document)[:length]] for document in documents]
         return torch.tensor([row + [0] * (length - len(row)) for row in rows], dtype=torch.int64).reshape(-1, length)
 
     def decode(self, row: Tensor | Sequence[int]) -> str:
@@ -74,8 +73,6 @@ def encode(
 
     0 fills up, 1 is a word outside the vocabulary. Cost: one pass over the documents for the counts and one for the numbers.
     """
-    if isinstance(documents, str):
-        raise TypeError("documents must be a sequence of texts, got one text: pass [text]")
     vocabulary = vocabulary or Vocabulary.of(documents, vocabulary_size)
     return vocabulary.encode(documents, length), vocabulary
 
@@ -87,45 +84,40 @@ def imdb() -> Dataset:
     """
     parts = []
     for path in ensure(entry("imdb")):
-        try:
-            raw = path.read_bytes()
-            text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
-            rows = [json.loads(line) for line in text.split("\n") if line]
+        with reading(path, "imdb"):
+            rows = [json.loads(line) for line in unpacked(path).decode("utf-8").split("\n") if line]
             if len(rows) != 25_000:
                 raise ValueError(f"{len(rows):,} reviews, expected 25,000")
             parts.append((tuple(row["text"] for row in rows), torch.tensor([row["label"] for row in rows])))
-        except DAMAGED as error:
-            raise damaged(path, "imdb", error) from None
     train, test = parts
     return Dataset("imdb", train, test, classes=("negative", "positive"))
 
 
-def lines(path: Path, name: str, encoding: str, sizes: dict[str, int]) -> list[tuple[tuple[str, ...], Tensor]]:
-    """The members of an archive, `label text` on each line, with the number of lines that each must have."""
-    try:
+def lines(name: str, encoding: str, sizes: dict[str, int]) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The members of a set's archive, `label text` on each line, with the number of lines that each must have."""
+    (path,) = ensure(entry(name))
+    parts = []
+    with reading(path, name):
         files = members(path.read_bytes())
-        parts = []
         for member, size in sizes.items():
             rows = [row.split(" ", 1) for row in files[f"{name}/{member}"].decode(encoding).split("\n") if row]
             if len(rows) != size:
                 raise ValueError(f"{member} has {len(rows):,} lines, expected {size:,}")
             parts.append((tuple(row[1].strip() for row in rows), torch.tensor([int(row[0]) for row in rows])))
-        return parts
-    except DAMAGED as error:
-        raise damaged(path, name, error) from None
+    return parts
 
 
 def sst2() -> Dataset:
     """Sentences of film reviews, 0 negative or 1 positive; 6,920 for training, 872 for validation, 1,821 for testing."""
     sizes = {"stsa.binary.train": 6920, "stsa.binary.dev": 872, "stsa.binary.test": 1821}
-    train, validation, test = lines(ensure(entry("sst2"))[0], "sst2", "utf-8", sizes)
+    train, validation, test = lines("sst2", "utf-8", sizes)
     return Dataset("sst2", train, test, validation, ("negative", "positive"))
 
 
 def sst5() -> Dataset:
     """Sentences of film reviews, 0 very negative to 4 very positive; 8,544 + 1,101 for validation + 2,210."""
     sizes = {"stsa.fine.train": 8544, "stsa.fine.dev": 1101, "stsa.fine.test": 2210}
-    train, validation, test = lines(ensure(entry("sst5"))[0], "sst5", "utf-8", sizes)
+    train, validation, test = lines("sst5", "utf-8", sizes)
     classes = ("very negative", "negative", "neutral", "positive", "very positive")
     return Dataset("sst5", train, test, validation, classes)
 
@@ -133,7 +125,7 @@ def sst5() -> Dataset:
 def trec() -> Dataset:
     """Questions by what they ask for, six classes; 5,452 + 500."""
     sizes = {"TREC.train.all": 5452, "TREC.test.all": 500}
-    train, test = lines(ensure(entry("trec"))[0], "trec", "latin-1", sizes)
+    train, test = lines("trec", "latin-1", sizes)
     classes = ("description", "entity", "abbreviation", "human", "location", "number")
     return Dataset("trec", train, test, classes=classes)
 
@@ -142,7 +134,7 @@ def subj(test_fraction: float = 0.1, seed: int = 0) -> Dataset:
     """Subjective (0) and objective (1) sentences, 10,000; there is no fixed split, so that one is drawn from the seed."""
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be between 0 and 1, got {test_fraction}")
-    ((documents, labels),) = lines(ensure(entry("subj"))[0], "subj", "latin-1", {"subj.all": 10_000})
+    ((documents, labels),) = lines("subj", "latin-1", {"subj.all": 10_000})
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
     count = max(1, round(test_fraction * len(documents)))
 

@@ -15,12 +15,10 @@ from torch import Tensor
 
 
 def generator(seed: int) -> torch.Generator:
-    """A generator of its own for a seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def checked(n: int, noise: float = 0.0) -> None:
-    """Refuse a number of examples or a noise that cannot be."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a positive whole number, got {n!r}")
     if not 0 <= noise < math.inf:

@@ -4,14 +4,29 @@ They show what the report shows, from a `Predictive` (or plain arrays, as in `pl
 those of the current matplotlib style. Needs the extra `plot`.
 """
 
-from plausible.apps.plots.calibration import pit_histogram, quantile_calibration, reliability
+from plausible.apps.plots.chains import (
+    autocorrelation,
+    chain_trace,
+    energy,
+    ess_growth,
+    rank,
+    rank_histogram,
+    trace,
+    training_trace,
+)
 from plausible.apps.plots.comparing import evidence, sweep
-from plausible.apps.plots.convergence import autocorrelation, energy, rank, trace
-from plausible.apps.plots.examples import example_images, example_rows
+from plausible.apps.plots.heldout import (
+    example_images,
+    example_rows,
+    ood_histogram,
+    pit_histogram,
+    predictions,
+    predictive_band,
+    quantile_calibration,
+    reliability,
+    risk_coverage,
+)
 from plausible.apps.plots.pruning import pruned_weights, snr, snr_cdf, weight_histogram
-from plausible.apps.plots.regression import predictions, predictive_band
-from plausible.apps.plots.selection import ood_histogram, risk_coverage
-from plausible.apps.plots.traces import chain_trace, ess_growth, rank_histogram, training_trace
 
 __all__ = [
     "autocorrelation",

@@ -37,6 +37,7 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"figures need matplotlib ({error}): pip install 'plausible[plot]'") from error
+    # Not pyplot's: such a figure would stay in memory, and might want a display.
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 
@@ -53,9 +54,8 @@ def save_figure(figure: Figure, path: Path, kinds: Sequence[str] = ("png", "svg"
     return files
 
 
-def diagonal(ax: Axes, label: str) -> None:
-    """The dashed line where what was stated is what was found."""
-    ax.plot([0, 1], [0, 1], color="0.5", linestyle=(0, (4, 3)), linewidth=1, label=label)
+DASHED: dict[str, Any] = {"color": "0.5", "linestyle": (0, (4, 3)), "linewidth": 1}
+"""How a line is drawn to which others are compared."""
 
 
 def column(name: str, value: Any, output: int) -> np.ndarray:
@@ -77,15 +77,14 @@ def chains_of(draws: Any, x: Any = None) -> np.ndarray:
             raise ValueError("x is missing: the inputs at which the posterior's functions are looked at")
         each = len(draws) // draws.chains
         values = draws.functions(x).reshape(len(draws), -1)[: each * draws.chains]
-        found = values.reshape(each, draws.chains, -1).transpose(0, 1)
+        values = values.reshape(each, draws.chains, -1).transpose(0, 1)
     else:
-        found = torch.as_tensor(np.asarray(draws.detach().cpu() if isinstance(draws, Tensor) else draws))
-        found = found[..., None] if found.ndim == 2 else found
-    if found.ndim != 3 or 0 in found.shape:
-        raise ValueError(
-            f"draws must be a posterior or an array [chains, draws] or [chains, draws, quantities], got {list(found.shape)}"
-        )
-    return found.detach().cpu().double().numpy()
+        values = torch.as_tensor(np.asarray(draws.detach().cpu() if isinstance(draws, Tensor) else draws))
+        values = values[..., None] if values.ndim == 2 else values
+    if values.ndim != 3 or 0 in values.shape:
+        shapes = "[chains, draws] or [chains, draws, quantities]"
+        raise ValueError(f"draws must be a posterior or an array {shapes}, got {list(values.shape)}")
+    return values.detach().cpu().double().numpy()
 
 
 def named_chains(draws: Any, x: Any = None, names: Any = None) -> tuple[np.ndarray, list[str]]:
@@ -94,8 +93,8 @@ def named_chains(draws: Any, x: Any = None, names: Any = None) -> tuple[np.ndarr
         from plausible.blocks.chains.convergence import LIMIT
         from plausible.posteriors.diagnostics import quantities, stored
 
-        found, words = quantities(stored(draws), x, names, LIMIT)
-        return found.detach().cpu().double().numpy(), words
+        drawn, words = quantities(stored(draws), x, names, LIMIT)
+        return drawn.detach().cpu().double().numpy(), words
     values = chains_of(draws)
     return values, ["value"] if values.shape[2] == 1 else [f"quantity {q}" for q in range(values.shape[2])]
 

@@ -35,27 +35,25 @@ def evidence(
         log_evidence = {row.name: row.log_evidence for row in log_evidence.rows}
     names = list(log_evidence)
     if set(names) != set(log_likelihood):
-        raise ValueError(
-            f"log_evidence and log_likelihood must name the same models, got {', '.join(names)} and {', '.join(log_likelihood)}"
-        )
+        both = f"{', '.join(names)} and {', '.join(log_likelihood)}"
+        raise ValueError(f"log_evidence and log_likelihood must name the same models, got {both}")
     if len(names) < 2:
         raise ValueError(f"a figure of evidence needs at least two models, got {len(names)}")
-    several = {
-        name: [np.atleast_1d(np.asarray(v[name], dtype=float)) for v in (log_evidence, log_likelihood)] for name in names
-    }
+    several = {n: [np.atleast_1d(np.asarray(v[n], dtype=float)) for v in (log_evidence, log_likelihood)] for n in names}
     for name, pair in several.items():
         if not all(np.isfinite(value).all() and value.size for value in pair):
             raise ValueError(f"{name} has values that are not finite, or none")
     ax = axes_of(ax)
-    kinds = list(dict.fromkeys((groups or {}).get(name, "") for name in names))
-    means = {name: (first.mean(), second.mean()) for name, (first, second) in several.items()}
+    colours: dict[str, str] = {}
+    means: dict[str, tuple[float, float]] = {}
     for name, (first, second) in several.items():
         kind = (groups or {}).get(name, "")
-        colour = f"C{kinds.index(kind) % 10}"
+        label = kind if kind and kind not in colours else None
+        colour = colours.setdefault(kind, f"C{len(colours) % 10}")
+        means[name] = first.mean(), second.mean()
         if len(first) == len(second) > 1:
             ax.plot(first, second, ".", color=colour, alpha=0.35, markersize=4)
-        lead = name == next(n for n in names if (groups or {}).get(n, "") == kind)
-        ax.plot(*means[name], "o", color=colour, markersize=6, label=kind if kind and lead else None)
+        ax.plot(*means[name], "o", color=colour, markersize=6, label=label)
         ax.annotate(name, means[name], xytext=(5, 4), textcoords="offset points", fontsize=8, annotation_clip=True)
     for place, marker, words in ((0, "o", "most evidence"), (1, "s", "best prediction")):
         top = max(names, key=lambda n: means[n][place])
@@ -86,10 +84,8 @@ def _limits(ax: Axes, means: Mapping[str, tuple[float, float]]) -> None:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's ρ: the correlation of ranks, ties sharing theirs; NaN where one of them does not vary."""
-    places = [ranks(np.asarray(values, dtype=float)) for values in (first, second)]
-    if any(np.ptp(place) == 0 for place in places):
-        return float("nan")
-    return float(np.corrcoef(places[0], places[1])[0, 1])
+    one, two = (ranks(np.asarray(values, dtype=float)) for values in (first, second))
+    return float(np.corrcoef(one, two)[0, 1]) if np.ptp(one) and np.ptp(two) else float("nan")
 
 
 def sweep(result: Any, by: str | None = None, *, ax: Axes | None = None) -> Axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ def snr(
     ax.stairs(heights / (len(values) * np.diff(edges)), edges, fill=True, color="C0", alpha=0.6)
     ax.set(xlim=(low, high), xlabel=_decibel_label(values, low), ylabel="density")
     ax.set_ylim(0, 1.35 * ax.get_ylim()[1])  # room for what the cuts are called
-    places = _cuts(values, cuts, low, high)
-    for step, (cut, place) in enumerate(places.items()):
+    for step, (cut, place) in enumerate(_cuts(values, cuts, low, high).items()):
         ax.axvline(place, color="0.35", linestyle=(0, (4, 3)), linewidth=1)
         _name(ax, cut, place, 0.97 - 0.06 * step, "top")
     return ax
@@ -76,8 +75,8 @@ def weight_histogram(
     values = {label: _flat(posterior.weights(draws, seed), posterior, where) for label, posterior in named.items()}
     edges = _edges(list(values.values()), bins)
     ax = axes_of(ax)
-    for number, (label, own) in enumerate(values.items()):
-        heights = np.histogram(own, edges)[0] / (len(own) * np.diff(edges))
+    for number, (label, weights) in enumerate(values.items()):
+        heights = np.histogram(weights, edges)[0] / (len(weights) * np.diff(edges))
         ax.stairs(heights, edges, color=f"C{number}", linewidth=1.4, label=label or None)
         ax.stairs(heights, edges, color=f"C{number}", fill=True, alpha=0.12)
     ax.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel="weight", ylabel="density")
@@ -116,8 +115,8 @@ def _bins(bins: int | None, values: np.ndarray) -> int:
 
 def _edges(values: Sequence[np.ndarray], bins: int | None) -> np.ndarray:
     """Equal bins over the 0.1 % to 99.9 % quantiles of the widest; over all of less than a thousand."""
-    low = min(np.quantile(own, 0.001, method="lower") for own in values)
-    high = max(np.quantile(own, 0.999, method="higher") for own in values)
+    low = min(np.quantile(each, 0.001, method="lower") for each in values)
+    high = max(np.quantile(each, 0.999, method="higher") for each in values)
     return np.histogram_bin_edges(values[0], _bins(bins, values[0]), (low, high))
 
 
@@ -126,10 +125,10 @@ def _decibels(posterior: Posterior, where: Where) -> np.ndarray:
     ratios = pruning.scores(posterior, "snr", where)
     values = torch.cat([ratio.flatten() for ratio in ratios.values()]).cpu().numpy()
     with np.errstate(divide="ignore"):
-        found = 20 * np.log10(values)
-    if not np.isfinite(found).any():
+        decibels = 20 * np.log10(values)
+    if not np.isfinite(decibels).any():
         raise ValueError("posterior has no weight with a finite signal-to-noise ratio: all are pruned, or none is random")
-    return found
+    return decibels
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
@@ -155,18 +154,9 @@ def _cuts(values: np.ndarray, cuts: Sequence[float], low: float, high: float) ->
 
 def _name(ax: Axes, cut: float, place: float, height: float, side: str) -> None:
     """`75 %` beside the line of a cut."""
-    ax.annotate(
-        f"{100 * cut:.4g} %",
-        (place, height),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, 1),
-        textcoords="offset points",
-        ha="right",
-        va=side,
-        fontsize=8,
-        color="0.25",
-        bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
-    )
+    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 1), "textcoords": "offset points"}
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}
+    ax.annotate(f"{100 * cut:.4g} %", (place, height), fontsize=8, color="0.25", ha="right", va=side, bbox=box, **where)
 
 
 def _flat(weights: Weights, posterior: Posterior, where: Where) -> np.ndarray:

@@ -53,7 +53,7 @@ def html(
     there are several targets. mask: boolean, shaped like y, True where a target was observed. images: pictures of the inputs,
     [N, H, W], [N, 3, H, W] or [N, H, W, 3]; True where `x` itself is that. An `x` of one column gets predictive bands.
     """
-    from plausible.apps.report.direct import findings_of_data, pictures
+    from plausible.apps.report.collecting import findings_of_data, pictures
     from plausible.apps.report.sections import page
     from plausible.core.data import num_rows
 

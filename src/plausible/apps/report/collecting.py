@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from plausible.posteriors.predictive import Predictive
 EXAMPLES = 6
 """How many of the least and of the most certain examples are kept in full."""
 
+EARLY = ("task", "data", "inputs", "method", "network", "likelihood", "prior")
+LATE = ("time", "interrupted", "versions")
 MANY_OUTPUTS = 12  # more targets than this are judged together
 _TRACED, _JUDGED = 4, 50  # inputs whose function values are kept, and whose convergence is looked at
 _TRAINING_POINTS = 500  # under a band
@@ -71,7 +74,7 @@ def collect(
     axis: the only numeric input, for predictive bands.
     traced: inputs to follow chains at; the held-out ones by default.
     """
-    method, history = _method_text(posterior), posterior.history
+    method = f"{posterior.method.name}(…)" if isinstance(posterior.method, Opaque) else repr(posterior.method)
     outputs: tuple[Output, ...] = ()
     total, draws = None, posterior.num_draws(None)
     if x is not None:
@@ -87,16 +90,17 @@ def collect(
         outputs = tuple(_outputs(predictive, y, mask, names, classes, scores["targets"], rows, cells))
         if axis is not None and outputs[0].numeric:
             outputs = tuple(_with_bands(outputs, restore(posterior.predict(axis.inputs)), axis))
-    traced = x if traced is None else traced
-    diagnostics, traces = _followed(posterior, traced)
+    diagnostics, traces = _followed(posterior, x if traced is None else traced)
+    told = {**_facts(posterior, method), **(facts or {})}
+    middle = [name for name in told if name not in EARLY + LATE]
     return Findings(
         title=title or f"{method.partition('(')[0]} posterior",
-        facts=_in_order({**_facts(posterior, method), **(facts or {})}),
+        facts={name: told[name] for name in (*EARLY, *middle, *LATE) if name in told},
         data=tuple(data),
         notes=tuple(notes),
         outputs=outputs,
         log_likelihood=total,
-        history={name: list(map(float, values)) for name, values in history.items()},
+        history={name: list(map(float, values)) for name, values in posterior.history.items()},
         diagnostics=diagnostics,
         draws=draws,
         traces=traces,
@@ -123,7 +127,6 @@ def _outputs(
     """One `Output` per name; targets of any other shape are judged together under the first name."""
     kind = predictive.likelihood.kind
     target, observed = metrics.inputs.predictive_targets(predictive, y, mask)
-    count = len(target)
     seen = observed.numpy()
     if kind in NUMBERS:
         parts = {
@@ -141,8 +144,8 @@ def _outputs(
             "entropy": _array(predictive.entropy),
             "information": _array(predictive.mutual_information),
         }
-    number = np.broadcast_to(np.arange(count).reshape(-1, *[1] * (seen.ndim - 1)), seen.shape)
-    found = []
+    number = np.broadcast_to(np.arange(len(target)).reshape(-1, *[1] * (seen.ndim - 1)), seen.shape)
+    outputs = []
     for index, name in enumerate(names):
         pick = (..., index) if len(names) > 1 else ()
         keep = seen[pick].reshape(-1)
@@ -156,17 +159,13 @@ def _outputs(
                 arrays[part] = array[pick].reshape(len(QUANTILES), -1)[:, keep]
             else:
                 arrays[part] = array[pick].reshape(-1)[keep]
-        labels = _labels(classes, index, arrays, kind)
-        called = of if rows is None else np.array([int(rows[i]) for i in of.tolist()])
-        output = Output(name, kind, labels, {**arrays, "rows": called.astype(np.int64)}, scores[name])
-        examples: dict[int, Mapping[str, str]] = {}
+        arrays["rows"] = of.astype(np.int64) if rows is None else np.array([int(rows[i]) for i in of.tolist()], np.int64)
+        output = Output(name, kind, _labels(classes, index, arrays, kind), arrays, scores[name])
         if cells is not None:
-            order = output.ordered
-            examples = {int(i): cells(int(of[i])) for i in (*order[:EXAMPLES], *order[::-1][:EXAMPLES])}
-        output = Output(name, kind, labels, output.arrays, output.metrics, examples=examples)
+            output = replace(output, examples={int(i): cells(int(of[i])) for i in output.ends(EXAMPLES)})
         output.check()
-        found.append(output)
-    return found
+        outputs.append(output)
+    return outputs
 
 
 def _labels(
@@ -190,10 +189,10 @@ def _with_bands(outputs: Sequence[Output], predictive: Predictive, axis: Axis) -
         "aleatoric": predictive.aleatoric,
         "quantiles": predictive.quantile(QUANTILES),
     }
-    found = []
+    if len(outputs) == 1 and prod(parts["mean"].shape) != len(axis.grid):
+        return list(outputs)  # several outputs judged together have no band
+    banded = []
     for index, output in enumerate(outputs):
-        if len(outputs) == 1 and prod(parts["mean"].shape) != len(axis.grid):
-            return list(outputs)  # several outputs judged together have no band
         band = {"x": axis.grid, "x_heldout": axis.heldout}
         for name, value in parts.items():
             lead = (len(QUANTILES),) if name == "quantiles" else ()
@@ -202,8 +201,8 @@ def _with_bands(outputs: Sequence[Output], predictive: Predictive, axis: Axis) -
             step = max(1, -(-len(axis.train[0]) // _TRAINING_POINTS))
             band["x_train"] = axis.train[0][::step]
             band["y_train"] = axis.train[1].reshape(len(axis.train[0]), -1)[::step, index]
-        found.append(Output(output.name, output.kind, output.classes, output.arrays, output.metrics, band, output.examples))
-    return found
+        banded.append(replace(output, band=band))
+    return banded
 
 
 def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -214,41 +213,34 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     count = num_rows(inputs)
     chosen = torch.linspace(0, count - 1, min(count, _JUDGED)).long().unique()
     some = take(inputs, chosen)
-    found = _plain_numbers(posterior.diagnostics(some))
+    known = _plain_numbers(posterior.diagnostics(some))
     if not isinstance(posterior, DrawsPosterior) or len(posterior) // posterior.chains < 4:
-        return found, {}
-    if "rhat" in found and posterior.chains > 1:
+        return known, {}
+    if "rhat" in known and posterior.chains > 1:
         apart = diagnostics.convergence(posterior).get("rhat")
-        found |= {} if apart is None else {"rhat_weights": apart}
+        known |= {} if apart is None else {"rhat_weights": apart}
     values = diagnostics.function_chains(posterior, some)
     chains = values.reshape(*values.shape[:3], -1)  # [chains, draws, inputs, outputs]
-    each = chains.shape[1]
     spread = torch.linspace(0, len(chosen) - 1, min(_TRACED, len(chosen))).long().unique()
-    traced = double(chains[:, :, spread, 0])[0].cpu()
-    flat = double(chains.reshape(posterior.chains, each, -1))[0].cpu()
-    traces = {"values": traced.numpy(), "inputs": chosen[spread].numpy()}
+    flat = double(chains.flatten(2))[0].cpu()
+    traces = {"values": _array(chains[:, :, spread, 0]), "inputs": chosen[spread].numpy()}
     if bool(torch.isfinite(flat).all()):
+        # R̂ and effective sizes of some 200 quantities say as much as those of all.
         flat = flat[..., :: max(1, flat.shape[-1] // 200)]
         flat = flat[..., (flat.amax((0, 1)) > flat.amin((0, 1)))]
         if flat.shape[-1]:
             traces |= {"rhat": convergence.rhat(flat).numpy(), "ess": convergence.ess_bulk(flat).numpy()}
-    known = getattr(posterior, "statistics", {})
-    if diagnostics.has_momenta(posterior, known):
-        traces |= {name: known[name].numpy() for name in ("energy", "energy_change") if name in known}
-    return found, traces
+    statistics = getattr(posterior, "statistics", {})
+    if diagnostics.has_momenta(posterior, statistics):
+        traces |= {name: statistics[name].numpy() for name in ("energy", "energy_change") if name in statistics}
+    return known, traces
 
 
-def _plain_numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if value is None or isinstance(value, int | float)}
-
-
-def _method_text(posterior: Posterior) -> str:
-    method = posterior.method
-    return f"{method.name}(…)" if isinstance(method, Opaque) else repr(method)
+def _plain_numbers(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in diagnostics.items() if value is None or isinstance(value, int | float)}
 
 
 def _facts(posterior: Posterior, method: str) -> dict[str, str]:
-    """Method and settings, network, likelihood, prior, data, time, versions: headings and words."""
     model, run = posterior.model, posterior.run
     count = sum(weight.numel() for weight in model.initial.values())
     taught = sum(model.initial[name].numel() for name in model.random)
@@ -270,14 +262,86 @@ def _facts(posterior: Posterior, method: str) -> dict[str, str]:
     return facts | {"versions": versions}
 
 
-def _in_order(facts: Mapping[str, str]) -> dict[str, str]:
-    """What it is about first, how it was made last."""
-    known = ("task", "data", "inputs", "method", "network", "likelihood", "prior")
-    late = ("time", "interrupted", "versions")
-    first = [name for name in known if name in facts]
-    last = [name for name in late if name in facts]
-    return {name: facts[name] for name in (*first, *(n for n in facts if n not in known + late), *last)}
-
-
 def _array(value: Tensor) -> np.ndarray:
     return double(value.detach())[0].cpu().numpy()
+
+
+GRID = 200
+
+
+def findings_of_data(
+    posterior: Posterior,
+    x: Any,
+    y: Any,
+    *,
+    title: str = "",
+    names: Sequence[str] | None = None,
+    classes: Sequence[Any] | None = None,
+    mask: Any = None,
+) -> Findings:
+    """`collect` with what can be read off the arrays: a band for a single input, cells for up to eight of them."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"posterior must be a Posterior, as fit returns it, got {type(posterior).__name__}")
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of names, one per target, got the text {names!r}")
+    inputs = posterior.inputs(x)
+    table = inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point() else None
+    axis = None
+    if table is not None and table.shape[1] == 1 and len(table) > 1:
+        low, high = float(table.min()), float(table.max())
+        pad = 0.15 * (high - low) or 1.0
+        grid = torch.linspace(low - pad, high + pad, GRID, dtype=table.dtype, device=table.device)
+        axis = Axis(grid.double().cpu().numpy(), grid[:, None], table[:, 0].double().cpu().numpy())
+    nested = [classes] if classes and isinstance(classes[0], str) else classes
+    rows = np.zeros((0, 0)) if table is None else table.double().cpu().numpy()
+    columns = ["x"] if rows.shape[1] == 1 else [f"x{index}" for index in range(rows.shape[1])]
+
+    def cells(index: int) -> dict[str, str]:
+        return {} if table is None else {name: f"{value:.4g}" for name, value in zip(columns[:8], rows[index])}
+
+    shape = "×".join(map(str, inputs.shape[1:])) if isinstance(inputs, Tensor) else "nested"
+    return collect(
+        posterior,
+        x,
+        y,
+        mask=mask,
+        names=_named(posterior, names),
+        classes=nested,
+        cells=cells,
+        axis=axis,
+        title=title,
+        facts={"inputs": f"{shape or 'one number'} for each example"},
+    )
+
+
+def _named(posterior: Posterior, names: Sequence[str] | None) -> list[str] | None:
+    if names is None:
+        return None
+    model = posterior.model
+    shape = model.likelihood.target_shape((1, *model.output_shape))[1:]
+    wanted = shape[-1] if shape and model.likelihood.kind != "classes" else 1
+    if len(names) != wanted:
+        raise ValueError(f"names must hold {wanted} name{'s' if wanted > 1 else ''}, one per target, got {list(names)!r}")
+    return [str(name) for name in names]
+
+
+def as_pictures(images: Any, count: int) -> np.ndarray:
+    """Pictures in [0, 1], scaled over all of them: [N, H, W], or [N, H, W, 3] in colour."""
+    values = torch.as_tensor(images).detach().cpu().float()
+    if values.ndim == 4 and values.shape[1] in (1, 3):
+        values = values.movedim(1, -1)
+    if values.ndim == 4 and values.shape[-1] == 1:
+        values = values[..., 0]
+    if values.ndim not in (3, 4) or (values.ndim == 4 and values.shape[-1] != 3) or len(values) != count:
+        raise ValueError(
+            f"images must be [N, H, W], [N, 3, H, W] or [N, H, W, 3] with N = {count}, got {list(torch.as_tensor(images).shape)}"
+        )
+    low, high = float(values.min()), float(values.max())
+    return ((values - low) / ((high - low) or 1.0)).numpy()
+
+
+def pictures(findings: Findings, images: Any, count: int) -> dict[int, np.ndarray]:
+    """The pictures of those of `count` inputs that are shown as examples: row → [H, W] or [H, W, 3]."""
+    scaled = as_pictures(images, count)
+    rows = {int(output.arrays["rows"][index]) for output in findings.outputs for index in output.ends(EXAMPLES)}
+    return {row: scaled[row] for row in rows}

@@ -11,13 +11,11 @@ import torch
 from plausible.analysis import metrics
 from plausible.analysis.metrics.selective import curve
 from plausible.apps import plots
-from plausible.apps.pages import Shown, chart, percent_axes
-from plausible.apps.plots.calibration import draw_pit, draw_quantiles
-from plausible.apps.plots.convergence import draw_convergence, draw_energies
-from plausible.apps.plots.regression import draw_band, draw_predictions, draw_uncertainties
-from plausible.apps.plots.selection import draw_risk
+from plausible.apps.pages import Shown, percent_axes, shown
+from plausible.apps.plots.chains import draw_convergence, draw_energies
+from plausible.apps.plots.heldout import draw_band, draw_pit, draw_predictions, draw_quantiles, draw_risk, draw_uncertainties
 from plausible.apps.report.findings import Output
-from plausible.apps.report.statistics import rank_shares
+from plausible.apps.report.statistics import rank_shares, wilson
 from plausible.apps.report.words import label, number, percent, plural
 from plausible.blocks.chains import convergence as diagnostics
 
@@ -25,7 +23,6 @@ CHAINS = 4  # drawn at most
 
 
 def limits(*arrays: Iterable[float] | np.ndarray, margin: float = 0.04) -> tuple[float, float]:
-    """The range of all finite values with a margin; never empty."""
     values = np.concatenate([np.asarray(array, dtype=np.float64).reshape(-1) for array in arrays])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -53,16 +50,22 @@ def reliability(output: Output, bins: int = 10) -> Shown:
         plots.reliability(probs, y, bins, ax=ax)
         percent_axes(ax)
 
-    filled = [point for point in zip(*metrics.reliability(probs, y, bins)) if point[2]]
-    points = [(percent(float(said)), percent(float(share)), f"{int(count):,}") for said, share, count in filled]
-    words = "; ".join(f"said {said}, right {share} of {count}" for said, share, count in points)
-    return Shown(
-        chart(draw, f"Reliability diagram: {words}.", f"reliability {output.name}"),
+    points = []
+    for said, share, count in zip(*metrics.reliability(probs, y, bins)):
+        if count:
+            low, high = wilson(float(share), int(count))
+            interval = f"{percent(low)} to {percent(high)}"
+            points.append((percent(float(said)), percent(float(share)), interval, f"{int(count):,}"))
+    words = "; ".join(f"said {said}, right {share} of {count}" for said, share, _, count in points)
+    return shown(
+        draw,
         "Reliability",
+        f"reliability {output.name}",
+        f"Reliability diagram: {words}.",
         "Rows are grouped by the probability of the answer. Points below the dashed line claim too much, points above it too "
         "little; bars are what the number of rows leaves open.",
-        ("stated", "right", "rows"),
-        points,
+        heads=("stated", "right", "90 % interval", "rows"),
+        rows=points,
     )
 
 
@@ -70,16 +73,12 @@ def pit(output: Output) -> Shown:
     """Histogram of u = F(y), with the range that holds 99 % of the counts of a right prediction in each bin."""
     values, bins = np.clip(output.arrays["pit"], 0, 1), 10 if output.count >= 50 else 5
     words = ", ".join(percent(count / output.count) for count in np.histogram(values, bins, (0, 1))[0])
-    alt = (
-        f"Histogram of the probability integral transform in {bins} bins from 0 to 1, each {percent(1 / bins)} if calibrated: "
-    )
-
-    def draw(ax: Any) -> None:
-        draw_pit(ax, values, bins).set_xlabel("predicted probability of a smaller value")
-
-    return Shown(
-        chart(draw, f"{alt}{words}.", f"pit {output.name}"),
+    expected = f"in {bins} bins from 0 to 1, each {percent(1 / bins)} if calibrated"
+    return shown(
+        lambda ax: draw_pit(ax, values, bins).set_xlabel("predicted probability of a smaller value"),
         "Probability integral transform",
+        f"pit {output.name}",
+        f"Histogram of the probability integral transform {expected}: {words}.",
         "Flat if the predicted distributions are right. High at both ends: overconfident. High in the middle: underconfident. "
         "Slanted: biased.",
     )
@@ -95,12 +94,14 @@ def quantiles(output: Output) -> Shown:
 
     rows = [(percent(level), percent(float((values <= level).mean()))) for level in levels[[1, 2, 5, 10, 15, 18, 19]]]
     words = ", ".join(f"{below} below the {level} quantile" for level, below in rows)
-    return Shown(
-        chart(draw, f"Calibration of quantiles: {words}.", f"quantiles {output.name}"),
+    return shown(
+        draw,
         "Calibration of quantiles",
+        f"quantiles {output.name}",
+        f"Calibration of quantiles: {words}.",
         "Of all targets, 10 % should lie below their predicted 10 % quantile, and so on: the dashed line.",
-        ("quantile", "share below"),
-        rows,
+        heads=("quantile", "share below"),
+        rows=rows,
     )
 
 
@@ -117,24 +118,22 @@ def predictions(output: Output, most: int = 250) -> Shown:
         ax.set(xlim=ends, ylim=limits(y, np.clip(low, *ends), np.clip(high, *ends)), xlabel=_short(f"observed {output.name}"))
 
     correlation = float(np.corrcoef(y, mean)[0, 1]) if len(y) > 1 and y.std() and mean.std() else float("nan")
-    shown = f"{len(some):,} of {output.count:,} rows" if len(some) < output.count else plural(output.count)
-    return Shown(
-        chart(
-            draw,
-            f"Predicted mean against observed {output.name} for {shown}: correlation {number(correlation, 2)}, "
-            f"{percent(float(outside.mean()))} of the targets outside their 90 % interval.",
-            f"predictions {output.name}",
-        ),
+    counted = f"{len(some):,} of {output.count:,} rows" if len(some) < output.count else plural(output.count)
+    return shown(
+        draw,
         "Predictions and truth",
-        f"{shown}. On the dashed line prediction and truth agree.",
+        f"predictions {output.name}",
+        f"Predicted mean against observed {output.name} for {counted}: correlation {number(correlation, 2)}, "
+        f"{percent(float(outside.mean()))} of the targets outside their 90 % interval.",
+        f"{counted}. On the dashed line prediction and truth agree.",
     )
 
 
 def risk(output: Output, most: int = 200) -> Shown:
     """Risk among the most certain rows, as a function of their share."""
     losses = output.losses.astype(np.float64)
-    found = curve(torch.from_numpy(losses), torch.from_numpy(output.uncertainty.astype(np.float64)))
-    share, values = found.coverage.numpy(), found.risk.numpy()
+    points = curve(torch.from_numpy(losses), torch.from_numpy(output.uncertainty.astype(np.float64)))
+    share, values = (part.numpy() for part in points)
     best = np.sort(losses).cumsum() / np.arange(1, len(losses) + 1)
     what = "share wrong"
     if output.numeric:
@@ -151,9 +150,11 @@ def risk(output: Output, most: int = 200) -> Shown:
     show = number if output.numeric else (lambda value: percent(value, 1))
     parts = [(percent(s), show(float(values[max(0, round(s * len(values)) - 1)]))) for s in (0.25, 0.5, 0.75, 1.0)]
     words = ", ".join(f"{value} for the most certain {share}" for share, value in parts)
-    return Shown(
-        chart(draw, f"Risk-coverage curve: {what} {words}.", f"risk {output.name}"),
+    return shown(
+        draw,
         "Risk and coverage",
+        f"risk {output.name}",
+        f"Risk-coverage curve: {what} {words}.",
         "What is left of the error if the least certain rows are handed to somebody else. The further below the dashed line, the "
         "more the uncertainty is worth.",
     )
@@ -161,30 +162,28 @@ def risk(output: Output, most: int = 200) -> Shown:
 
 def band(output: Output, xlabel: str) -> Shown:
     """Mean, 50 % and 90 % bands over the only input, with the data."""
-    shown = output.band
-    grid, levels = shown["x"], shown["quantiles"]
-    points = [output.arrays["y"], *([shown["y_train"]] if "y_train" in shown else [])]
+    over = output.band
+    grid, levels = over["x"], over["quantiles"]
+    points = [output.arrays["y"], *([over["y_train"]] if "y_train" in over else [])]
     low, high = limits(levels[0], levels[-1], *points)
     reach = limits(*points, margin=1.0)  # bands that explode outside the data would flatten it
 
     def draw(ax: Any) -> None:
-        draw_band(ax, grid, levels[[0, 1, 3, 4]], shown["mean"])
-        if "y_train" in shown:
-            ax.plot(shown["x_train"], shown["y_train"], "o", color="0.5", markersize=2.5, label="training rows")
+        draw_band(ax, grid, levels[[0, 1, 3, 4]], over["mean"])
+        if "y_train" in over:
+            ax.plot(over["x_train"], over["y_train"], "o", color="0.5", markersize=2.5, label="training rows")
         some = thin(output.count, 400)
-        ax.plot(shown["x_heldout"][some], output.arrays["y"][some], "o", color="0", markersize=3, label="held-out rows")
+        ax.plot(over["x_heldout"][some], output.arrays["y"][some], "o", color="0", markersize=3, label="held-out rows")
         ax.set(ylim=(max(low, reach[0]), min(high, reach[1])), xlabel=_short(xlabel), ylabel=_short(output.name))
         ax.legend()
 
     widths = levels[4] - levels[0]
-    return Shown(
-        chart(
-            draw,
-            f"Predictive mean and bands of {output.name} over {xlabel}: the 90 % band is {number(float(widths.min()))} wide at its "
-            f"narrowest and {number(float(widths.max()))} at {xlabel} = {number(float(grid[widths.argmax()]))}, its widest.",
-            f"band {output.name}",
-        ),
+    return shown(
+        draw,
         "Predictive bands",
+        f"band {output.name}",
+        f"Predictive mean and bands of {output.name} over {xlabel}: the 90 % band is {number(float(widths.min()))} wide at its "
+        f"narrowest and {number(float(widths.max()))} at {xlabel} = {number(float(grid[widths.argmax()]))}, its widest.",
         "Nine tenths of new rows should fall into the light band, half into the dark one. It should widen where there are no "
         "training rows.",
     )
@@ -199,21 +198,19 @@ def uncertainties(output: Output, xlabel: str) -> Shown:
         ax.set(xlabel=_short(xlabel), ylabel=_short(f"standard deviation of {output.name}"))
         ax.legend()
 
-    return Shown(
-        chart(
-            draw,
-            f"Standard deviations over {xlabel}: epistemic from {number(float(inner.min()))} to {number(float(inner.max()))}, "
-            f"noise from {number(float(noise.min()))} to {number(float(noise.max()))}.",
-            f"uncertainties {output.name}",
-        ),
+    return shown(
+        draw,
         "Where the uncertainty comes from",
+        f"uncertainties {output.name}",
+        f"Standard deviations over {xlabel}: epistemic from {number(float(inner.min()))} to {number(float(inner.max()))}, "
+        f"noise from {number(float(noise.min()))} to {number(float(noise.max()))}.",
         "Epistemic is the disagreement of draws, which more data would remove; noise is what they would not.",
     )
 
 
 def training(history: Mapping[str, Sequence[float]], most: int = 6) -> list[Shown]:
     """A trace of each logged term over the epochs, or over the transitions of chains, warm-up among them."""
-    shown = []
+    figures = []
     unit, mean = ("transition", "Mean over the chains") if "divergent" in history else ("epoch", "Mean of each epoch")
     for name, values in list(history.items())[:most]:
         array = np.asarray(values, dtype=np.float64)
@@ -234,13 +231,13 @@ def training(history: Mapping[str, Sequence[float]], most: int = 6) -> list[Show
         scale = ", on the scale of the whole data" if name.startswith("log_") or unit == "epoch" else ""
         alt = f"{label(name)} over {len(array)} {unit}s, from {number(finite[0])} to {number(finite[-1])}."
         caption = f"{mean}{scale}: {number(finite[0])} at first, {number(finite[-1])} at last.{cut}"
-        shown.append(Shown(chart(draw, alt, f"training {name}"), name.replace("_", " "), caption))
-    return shown
+        figures.append(shown(draw, name.replace("_", " "), f"training {name}", alt, caption))
+    return figures
 
 
 def chain_traces(traces: Mapping[str, np.ndarray]) -> list[Shown]:
     """Function values of each chain over its draws, at a few inputs."""
-    values, shown = traces["values"], []
+    values, figures = traces["values"], []
     for index in range(values.shape[2]):
         chains = values[:, :, index]
 
@@ -254,26 +251,16 @@ def chain_traces(traces: Mapping[str, np.ndarray]) -> list[Shown]:
         means = ", ".join(number(float(mean)) for mean in chains.mean(1))
         spread = ", ".join(number(float(spread)) for spread in chains.std(1))
         more = f" The first {CHAINS} of {len(chains)} chains." if len(chains) > CHAINS else ""
-        shown.append(
-            Shown(
-                chart(
-                    draw,
-                    f"Traces of the network's output at an input: means of the chains {means}; spreads {spread}.",
-                    f"trace {index}",
-                    size=(4.7, 2.8),
-                ),
-                f"Trace {index + 1}",
-                f"The first output at one input. Chains should look alike and wander around one level.{more}",
-            )
-        )
-    return shown
+        alt = f"Traces of the network's output at an input: means of the chains {means}; spreads {spread}."
+        caption = f"The first output at one input. Chains should look alike and wander around one level.{more}"
+        figures.append(shown(draw, f"Trace {index + 1}", f"trace {index}", alt, caption, size=(4.7, 2.8)))
+    return figures
 
 
 def chain_ranks(traces: Mapping[str, np.ndarray]) -> Shown:
     """Histograms, one for each chain, of the ranks of its draws among those of all chains (Vehtari et al. 2021)."""
-    ranges = "; ".join(
-        f"{number(float(row.min()), 2)} and {number(float(row.max()), 2)}" for row in rank_shares(traces["values"])
-    )
+    shares = rank_shares(traces["values"])
+    ranges = "; ".join(f"{number(float(row.min()), 2)} and {number(float(row.max()), 2)}" for row in shares)
 
     def draw(ax: Any) -> None:
         plots.rank_histogram(traces["values"], ax=ax)
@@ -281,9 +268,11 @@ def chain_ranks(traces: Mapping[str, np.ndarray]) -> Shown:
             patch.remove()
         ax.legend()
 
-    return Shown(
-        chart(draw, f"Rank histograms of the chains: between {ranges}; chains that agree are near 1.", "ranks"),
+    return shown(
+        draw,
         "Ranks",
+        "ranks",
+        f"Rank histograms of the chains: between {ranges}; chains that agree are near 1.",
         "How the draws of each chain rank among those of all. Flat if chains agree; a chain that keeps to one side has not met the "
         "others.",
     )
@@ -296,13 +285,11 @@ def energies(traces: Mapping[str, np.ndarray]) -> Shown:
     said = ", ".join(number(float(value), 2) for value in diagnostics.ebfmi(*seen).numpy())  # type: ignore[arg-type]
     around = number(float((energy - energy.mean(1, keepdims=True)).std()))
     changes = number(float((np.diff(energy, axis=1) if change is None else change).std()))
-
-    def draw(ax: Any) -> None:
-        draw_energies(ax, energy, change, 30).legend()
-
-    return Shown(
-        chart(draw, f"Energies spread by {around} nats, their changes by {changes}.", "energies"),
+    return shown(
+        lambda ax: draw_energies(ax, energy, change, 30).legend(),
         "Energies",
+        "energies",
+        f"Energies spread by {around} nats, their changes by {changes}.",
         f"Changes should be about as wide as the energies themselves; much narrower ones reach the tails slowly. E-BFMI of the "
         f"chains: {said}; below 0.3 is too small.",
     )
@@ -315,13 +302,11 @@ def convergence(traces: Mapping[str, np.ndarray]) -> Shown | None:
     rhat, ess = rhat[fine], ess[fine]
     if not len(rhat):
         return None
-    return Shown(
-        chart(
-            lambda ax: draw_convergence(ax, rhat, ess),
-            f"R-hat of {len(rhat)} function values from {rhat.min():.3f} to {rhat.max():.3f}, effective draws from "
-            f"{ess.min():.0f} to {ess.max():.0f}.",
-            "convergence",
-        ),
+    return shown(
+        lambda ax: draw_convergence(ax, rhat, ess),
         "Convergence",
+        "convergence",
+        f"R-hat of {len(rhat)} function values from {rhat.min():.3f} to {rhat.max():.3f}, effective draws from "
+        f"{ess.min():.0f} to {ess.max():.0f}.",
         "Each point is one output at one input. Well mixed chains lie at the lower right: R̂ below 1.01, many effective draws.",
     )

@@ -49,7 +49,6 @@ class Output:
 
     @property
     def numeric(self) -> bool:
-        """Whether targets are numbers or counts, and not classes."""
         return self.kind in NUMBERS
 
     @property
@@ -59,7 +58,7 @@ class Output:
 
     @property
     def uncertainty(self) -> np.ndarray:
-        """How uncertain each prediction is: the standard deviation, or 1 − max p; [M]."""
+        """The standard deviation, or 1 − max p; [M]."""
         if self.numeric:
             return np.sqrt(self.arrays["epistemic"] + self.arrays["aleatoric"])
         return 1 - self.arrays["probs"].max(-1)
@@ -75,6 +74,11 @@ class Output:
     def ordered(self) -> np.ndarray:
         """Indices from the most to the least certain example, by entropy for classes; [M]."""
         return np.argsort(self.uncertainty if self.numeric else self.arrays["entropy"], kind="stable")
+
+    def ends(self, count: int) -> list[int]:
+        """The indices of the most certain examples, then of the least certain ones, the least certain first."""
+        order = self.ordered.tolist()
+        return [*order[:count], *order[::-1][:count]]
 
     def check(self) -> None:
         """Refuse arrays that do not fit together."""
@@ -127,29 +131,11 @@ class Findings:
         for index, output in enumerate(self.outputs):
             named |= {f"{index}/{name}": array for name, array in output.arrays.items()}
             named |= {f"{index}/band/{name}": array for name, array in output.band.items()}
+        # The JSON is written last, with the checksum of the tensors: without it the folder has no findings.
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
-        content = {
-            "format": FORMAT,
-            "title": self.title,
-            "facts": dict(self.facts),
-            "data": [list(row) for row in self.data],
-            "notes": list(self.notes),
-            "outputs": [
-                {
-                    "name": output.name,
-                    "kind": output.kind,
-                    "classes": list(output.classes),
-                    "metrics": dict(output.metrics),
-                    "examples": {str(index): dict(cells) for index, cells in output.examples.items()},
-                }
-                for output in self.outputs
-            ],
-            "log_likelihood": self.log_likelihood,
-            "history": {name: list(values) for name, values in self.history.items()},
-            "diagnostics": dict(self.diagnostics),
-            "draws": self.draws,
-            "tensors_sha256": write_tensors(folder / TENSORS, tensors),
-        }
+        outputs = [{k: v for k, v in vars(output).items() if k not in ("arrays", "band")} for output in self.outputs]
+        content = {"format": FORMAT} | {k: v for k, v in vars(self).items() if k != "traces"} | {"outputs": outputs}
+        content["tensors_sha256"] = write_tensors(folder / TENSORS, tensors)
         write_json(folder / RECORD, _plain(content))
 
     @classmethod
@@ -159,11 +145,9 @@ class Findings:
 
         where = folder / RECORD
         content = read_json(where)
-        if content.get("format") != FORMAT:
-            raise ValueError(
-                f"{where} has format {content.get('format')!r}, this version of plausible reads format {FORMAT}; fit again "
-                "or use the version that wrote it"
-            )
+        if (written := content.get("format")) != FORMAT:
+            known = f"has format {written!r}, this version of plausible reads format {FORMAT}"
+            raise ValueError(f"{where} {known}; fit again or use the version that wrote it")
         tensors = read_tensors(folder / TENSORS, str(content.get("tensors_sha256")))
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         try:
@@ -199,8 +183,8 @@ class Findings:
 
 def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The arrays whose name continues `prefix` by one word."""
-    found = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    return {name: array for name, array in found.items() if "/" not in name}
+    parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {name: array for name, array in parts.items() if "/" not in name}
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, Any]:

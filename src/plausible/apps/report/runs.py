@@ -19,6 +19,7 @@ from plausible.apps.tables import Numeric, listed
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
     from plausible.apps.cli.training import Prepared
+    from plausible.apps.tables import Table
     from plausible.posteriors.base import Posterior
     from plausible.posteriors.predictive import Predictive
 
@@ -30,9 +31,7 @@ def findings_of(folder: Path) -> Findings:
     from plausible.apps.cli import runs
 
     record = runs.read_record(folder)
-    if (folder / RECORD).is_file():
-        return Findings.read(folder)
-    return _older(folder, record)
+    return Findings.read(folder) if (folder / RECORD).is_file() else _older(folder, record)
 
 
 def from_fit(
@@ -43,50 +42,47 @@ def from_fit(
 
     from plausible.apps.report.collecting import Axis, collect
 
-    about = described(record, data)
-    target = record.target
+    train, test = data.inputs
+    about = described(record, data) | {"traced": torch.from_numpy(test if data.test.rows else train)}
+    if predictive is None:
+        return collect(posterior, **about)
     column = record.preprocessor.columns[0]
-    axis = None
-    if len(record.preprocessor.columns) == 1 and isinstance(column, Numeric) and not column.indicator and not target.classes:
-        seen = data.inputs[0][:, 0].astype(np.float64)
+    only = len(record.preprocessor.columns) == 1 and not record.target.classes
+    if only and isinstance(column, Numeric) and not column.indicator:
+        seen = train[:, 0].astype(np.float64)
         low, high = float(seen.min()), float(seen.max())
         pad = BEYOND * (high - low) or 1.0
         grid = np.linspace(low - pad, high + pad, GRID)
-        units = [column.mean + column.std * part for part in (grid, data.inputs[1][:, 0], seen)]
-        axis = Axis(
-            units[0], torch.from_numpy(grid[:, None].astype(np.float32)), units[1], (units[2], target.observed(data.train))
-        )
-    common: dict[str, Any] = {
-        "title": about.title,
-        "facts": about.facts,
-        "data": about.data,
-        "notes": about.notes,
-        "traced": torch.from_numpy(data.inputs[1] if data.test.rows else data.inputs[0]),
+        units, shown, known = (column.mean + column.std * part for part in (grid, test[:, 0], seen))
+        inputs = torch.from_numpy(grid[:, None].astype(np.float32))
+        about["axis"] = Axis(units, inputs, shown, (known, record.target.observed(data.train)))
+    return collect(posterior, **about, **held_out(record, data.test, test, predictive, scores))
+
+
+def held_out(
+    record: Record, table: Table, inputs: np.ndarray, predictive: Predictive, scores: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What `collect` is told of held-out rows, and of what was predicted for them."""
+    import torch
+
+    target = record.target
+    return {
+        "x": torch.from_numpy(inputs),
+        "y": torch.from_numpy(target.observed(table)),
+        "names": target.names,
+        "classes": target.classes or None,
+        "restore": target.restore,
+        "predictive": predictive,
+        "scores": scores,
+        "rows": [table[target.names[0]].row(index) for index in range(table.rows)],
+        "cells": lambda index: {name: table[name].cells[index] or "missing" for name in record.preprocessor.names},
     }
-    if predictive is None:
-        return collect(posterior, **common)
-    observed = torch.from_numpy(target.observed(data.test))
-    shown = record.preprocessor.names
-    return collect(
-        posterior,
-        torch.from_numpy(data.inputs[1]),
-        observed,
-        names=target.names,
-        classes=target.classes or None,
-        restore=target.restore,
-        predictive=predictive,
-        scores=scores,
-        rows=[data.test[target.names[0]].row(index) for index in range(data.test.rows)],
-        cells=lambda index: {name: data.test[name].cells[index] or "missing" for name in shown},
-        axis=axis,
-        **common,
-    )
 
 
-def described(record: Record, data: Prepared | None = None) -> Findings:
-    """What `run.json` says, in words; with the rows of the fit, also how the classes of targets are spread."""
+def described(record: Record, data: Prepared | None = None) -> dict[str, Any]:
+    """Title, facts, data and notes from `run.json`; with the rows of the fit, also how the classes of targets are spread."""
     target, settings = record.target, record.settings
-    layers = "-".join(map(str, (len(record.preprocessor.features), *record.hidden, target.outputs)))
+    layers = "-".join(map(str, record.layers))
     facts = {
         "task": f"{target.task} of {', '.join(target.names)}",
         "method": record.method,
@@ -111,7 +107,8 @@ def described(record: Record, data: Prepared | None = None) -> Findings:
         rows.append((column.name, "input", words))
     notes = tuple(data.notes) if data is not None else record.preprocessor.notes
     source = f", {settings['data']}" if "data" in settings else ""
-    return Findings(f"{', '.join(target.names)} by {record.method}{source}", facts, tuple(rows), tuple(dict.fromkeys(notes)))
+    title = f"{', '.join(target.names)} by {record.method}{source}"
+    return {"title": title, "facts": facts, "data": tuple(rows), "notes": tuple(dict.fromkeys(notes))}
 
 
 def _target_words(record: Record, index: int, data: Prepared | None) -> str:
@@ -131,16 +128,15 @@ def _target_words(record: Record, index: int, data: Prepared | None) -> str:
 
 
 def _older(folder: Path, record: Record) -> Findings:
-    """Scores and history of a run without stored predictions."""
     from plausible.core.storage import read_json
 
     run = read_json(folder / "posterior" / "posterior.json").get("run", {})
-    findings = described(record)
-    facts = dict(findings.facts)
+    about = described(record)
     if "seconds" in run:
-        facts["time"] = f"{run.get('steps', 0):,} steps in {float(run['seconds']):.3g} s"
+        about["facts"]["time"] = f"{run.get('steps', 0):,} steps in {float(run['seconds']):.3g} s"
+    about["facts"]["versions"] = f"plausible {record.version}"
     history = {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}
-    findings = replace(findings, facts=facts | {"versions": f"plausible {record.version}"}, history=history)
+    findings = Findings(**about, history=history)
     path = folder / "metrics.json"
     kind = record.target.make_likelihood().kind
     if not path.is_file():  # rows that were held out and whose scores are lost are outputs of which nothing is known

@@ -9,9 +9,8 @@ import numpy as np
 
 from plausible.apps.pages import Shown, png, render
 from plausible.apps.report import figures
-from plausible.apps.report.diagnosis import counted, diagnosis
 from plausible.apps.report.findings import QUANTILES, Findings, Output
-from plausible.apps.report.verdicts import Verdict, verdicts
+from plausible.apps.report.verdicts import Verdict, diagnosis, verdicts
 from plausible.apps.report.words import better, cell, label, number, percent, plural, score
 
 EXAMPLES = 6
@@ -34,7 +33,6 @@ _DIAGNOSTICS = {
 
 
 def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> str:
-    """The whole page; `images` are pictures of held-out inputs by their row."""
     about_fit = diagnosis(findings)
     judged = [(output.name, verdicts(output)) for output in findings.outputs]
     held = max((output.count for output in findings.outputs), default=0)
@@ -48,7 +46,7 @@ def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> 
         judged=judged,
         unjudged=[] if any(about for _, about in judged) else [unjudged(findings)],
         serious=[verdict for verdict in about_fit if verdict.tone in ("bad", "plain")],
-        warnings=sum(counted(about) for _, about in judged) + counted(about_fit),
+        warnings=sum(verdict.tone == "bad" for about in (*(about for _, about in judged), about_fit) for verdict in about),
         scores=scores(findings),
         calibration=calibration(findings),
         examples=examples(findings, images or {}),
@@ -61,30 +59,24 @@ def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> 
 
 def unjudged(findings: Findings) -> Verdict:
     """Why there is no verdict: nothing was held out, or what was found there is lost, or only its scores are left."""
+    headline, advice = "There is nothing to judge the predictions by.", ""
     if not findings.outputs:
         why = (
             "No rows were held out of training (--test-fraction 0), so nothing can be said about how good the predictions are. "
             "Scores on training rows would flatter them, and are not shown."
         )
     elif any(output.metrics for output in findings.outputs):
-        why = (
-            "The held-out predictions of this run were not stored, so only its scores can be shown. Fit it again to see "
-            "calibration and examples."
-        )
+        why = "The held-out predictions of this run were not stored, so only its scores can be shown. "
+        why += "Fit it again to see calibration and examples."
     else:
-        held = findings.facts.get("held-out examples", "some")
-        return Verdict(
-            "unclear",
-            "The scores of this run are missing.",
-            f"Rows were held out of training ({held}), but neither their predictions (evidence.json) nor their scores "
-            "(metrics.json) are in the folder of the run.",
-            "Bring the files back, or fit again.",
-        )
-    return Verdict("unclear", "There is nothing to judge the predictions by.", why)
+        headline, advice = "The scores of this run are missing.", "Bring the files back, or fit again."
+        held = f"Rows were held out of training ({findings.facts.get('held-out examples', 'some')})"
+        files = "neither their predictions (evidence.json) nor their scores (metrics.json)"
+        why = f"{held}, but {files} are in the folder of the run."
+    return Verdict("unclear", headline, why, advice)
 
 
 def scores(findings: Findings) -> dict[str, Any] | None:
-    """All metrics, a column for each target."""
     outputs = [output for output in findings.outputs if output.metrics]
     if not outputs:
         return None
@@ -130,12 +122,11 @@ def examples(findings: Findings, images: Mapping[int, np.ndarray]) -> list[tuple
     for output in findings.outputs:
         if not output.arrays:
             continue
-        order = output.ordered
-        count = min(EXAMPLES, output.count)
-        ends = [("Least certain", order[::-1][:count]), ("Most certain", order[:count])]
+        order = output.ordered.tolist()
+        ends = {"Least certain": order[::-1][:EXAMPLES], "Most certain": order[:EXAMPLES]}
         shown = []
-        for title, chosen in ends if output.count > 1 else [("The only held-out example", order)]:
-            answers = [answer(output, index) for index in chosen.tolist()]
+        for title, chosen in (ends if output.count > 1 else {"The only held-out example": order}).items():
+            answers = [answer(output, index) for index in chosen]
             pictured = [each for each in answers if each["row"] in images]
             for each in pictured:
                 each["picture"] = png(images[each["row"]])
@@ -146,7 +137,6 @@ def examples(findings: Findings, images: Mapping[int, np.ndarray]) -> list[tuple
 
 
 def answer(output: Output, index: int) -> dict[str, Any]:
-    """What was predicted for an example, how certainly, and the truth, as text."""
     arrays = output.arrays
     if output.numeric:
         low, high, y = (float(value) for value in (*arrays["quantiles"][[0, -1], index], arrays["y"][index]))
@@ -168,16 +158,12 @@ def _table(output: Output, answers: Sequence[Mapping[str, Any]]) -> dict[str, An
     level = f"{100 * (QUANTILES[-1] - QUANTILES[0]):.0f} %"
     said = (f"predicted ({level} interval)", "std") if output.numeric else ("predicted", "entropy")
     miss = "outside" if output.numeric else "wrong"
-    rows = [
-        (
-            str(each["row"]),
-            each["predicted"],
-            each["uncertain"],
-            Markup('{} <span class="miss">({})</span>').format(each["truth"], miss) if each["missed"] else each["truth"],
-            *(cell(str(each["cells"].get(name, ""))) for name in columns),
-        )
-        for each in answers
-    ]
+    rows = []
+    for each in answers:
+        missed = Markup('{} <span class="miss">({})</span>').format(each["truth"], miss)
+        cells = [cell(str(each["cells"].get(name, ""))) for name in columns]
+        truth = missed if each["missed"] else each["truth"]
+        rows.append((str(each["row"]), each["predicted"], each["uncertain"], truth, *cells))
     return {"heads": ("row", *said, "truth", *columns), "rows": rows}
 
 
@@ -195,11 +181,11 @@ def diagnostics(findings: Findings) -> list[tuple[str, str]]:
 def chains(traces: Mapping[str, np.ndarray]) -> list[Shown]:
     if "values" not in traces:
         return []
-    shown: list[Shown | None] = [*figures.chain_traces(traces)]
-    if traces["values"].shape[0] > 1:
-        shown.append(figures.chain_ranks(traces))
-    if "rhat" in traces:
-        shown.append(figures.convergence(traces))
-    if "energy" in traces:
-        shown.append(figures.energies(traces))
+    several = traces["values"].shape[0] > 1
+    shown = [
+        *figures.chain_traces(traces),
+        figures.chain_ranks(traces) if several else None,
+        figures.convergence(traces) if "rhat" in traces else None,
+        figures.energies(traces) if "energy" in traces else None,
+    ]
     return [figure for figure in shown if figure is not None]

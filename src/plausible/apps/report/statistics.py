@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import scipy.special
 
 SUPPORT = 0.01
 """A deviation is called one where a right prediction would show it, in either direction, less often than this."""
@@ -26,7 +27,6 @@ class Test(NamedTuple):
 
     @property
     def supported(self) -> bool:
-        """Whether chance is an unlikely explanation."""
         return self.p < SUPPORT
 
     def among(self, tests: int) -> Test:
@@ -50,6 +50,7 @@ def hits(probabilities: np.ndarray, count: int) -> Test:
     expected, variance = float(p.sum()), float((p * (1 - p)).sum())
     if len(p) <= _EXACT_UP_TO:
         law = np.zeros(len(p) + 1)
+        # Trial by trial the law of the sum is exact, where a normal approximation of few unequal trials is not.
         law[0] = 1.0
         for number, chance in enumerate(p, start=1):
             law[1 : number + 1] = law[1 : number + 1] * (1 - chance) + law[:number] * chance
@@ -79,9 +80,7 @@ def uniform(values: np.ndarray) -> Test:
     steps = np.arange(1, count + 1) / count
     distance = float(max((steps - ordered).max(), (ordered - steps + 1 / count).max()))
     reach = (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)) * distance
-    terms = np.arange(1, 101)
-    p = 1.0 if reach < 0.2 else 2 * float(((-1.0) ** (terms - 1) * np.exp(-2 * (terms * reach) ** 2)).sum())
-    return Test(min(1.0, max(0.0, p)), 1 if ordered.mean() > 0.5 else -1)
+    return Test(float(scipy.special.kolmogorov(reach)), 1 if ordered.mean() > 0.5 else -1)
 
 
 def spread(values: np.ndarray) -> Test:
@@ -93,19 +92,21 @@ def spread(values: np.ndarray) -> Test:
     larger, is taken.
     """
     count = len(values)
-    found = float(((2 * np.clip(np.asarray(values, dtype=np.float64), 0, 1) - 1) ** 2).mean())
+    target = float(((2 * np.clip(np.asarray(values, dtype=np.float64), 0, 1) - 1) ** 2).mean())
     squares, weights = _quadrature()
 
     def cumulants(t: float) -> tuple[float, float, float]:
+        # The largest exponent is taken out: t goes to ±2,000.
         tilted = weights * np.exp(t * squares - max(t, 0.0))
         total = float(tilted.sum())
         mean = float((tilted * squares).sum()) / total
         return math.log(total) + max(t, 0.0), mean, float((tilted * (squares - mean) ** 2).sum()) / total
 
+    # K' grows with t, so halving the interval cannot miss the saddlepoint.
     low, high = -2000.0, 2000.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if cumulants(middle)[1] < found else (low, middle)
+        low, high = (middle, high) if cumulants(middle)[1] < target else (low, middle)
     log_moment, mean, variance = cumulants(low)
     r = math.sqrt(2 * count * max(0.0, low * mean - log_moment))
     if r < 1e-3:
@@ -124,6 +125,7 @@ def _quadrature() -> tuple[np.ndarray, np.ndarray]:
 
 def ranks(values: np.ndarray) -> np.ndarray:
     """Ranks 1…N of values [N], ties sharing their mean rank."""
+    # Not scipy.stats.rankdata: that module takes longer to import than a plot to draw.
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts - 1) / 2)[place.reshape(-1)]
 
@@ -171,6 +173,7 @@ def chance_ece(confidence: np.ndarray, bins: int = 15, level: float = 0.99, roun
     stated = np.bincount(place, confidence, bins)
     random = np.random.default_rng(seed)
     errors = np.empty(rounds)
+    # One round at a time: all of them at once would be `rounds`·N numbers in memory.
     for index in range(rounds):
         right = np.bincount(place, random.random(len(confidence)) < confidence, bins)
         errors[index] = np.abs(right - stated).sum() / len(confidence)
@@ -182,10 +185,7 @@ def count_range(trials: int, chance: float, level: float = 0.99) -> tuple[int, i
     if trials > _EXACT_UP_TO:
         centre, spread = trials * chance, 2.5758 * math.sqrt(trials * chance * (1 - chance))
         return math.floor(centre - spread), math.ceil(centre + spread)
-    counts = np.arange(trials + 1)
-    facts = np.concatenate([[0.0], np.log(np.arange(1, trials + 1)).cumsum()])
-    logs = facts[-1] - facts - facts[::-1] + counts * math.log(chance) + (trials - counts) * math.log1p(-chance)
-    below = np.exp(logs).cumsum()
+    below = scipy.special.bdtr(np.arange(trials + 1), trials, chance)
     tail = (1 - level) / 2
     return int(np.searchsorted(below, tail)), min(trials, int(np.searchsorted(below, 1 - tail)))
 

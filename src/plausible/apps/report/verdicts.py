@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from plausible.analysis import metrics
-from plausible.apps.report.findings import Output
+from plausible.apps.report.findings import Findings, Output
 from plausible.apps.report.statistics import (
     Test,
     association,
@@ -26,6 +26,7 @@ from plausible.apps.report.statistics import (
 )
 from plausible.core.words import number, percent, plural
 from plausible.posteriors.verdicts import Verdict as Verdict
+from plausible.posteriors.verdicts import judged
 
 LEVEL = 0.9
 FEW = 30
@@ -45,19 +46,24 @@ _NARROW = (
     "Often the fit is not finished: train longer. Or the prior holds the weights back, the noise is taken to be the same "
     "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
 )
+_AVERAGE = (
+    "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a stronger prior, "
+    "fewer epochs; or scale the logits by a temperature fitted on other held-out data."
+)
+_LEARN = "Train longer or with another learning rate, and ask whether the inputs say anything about the target."
 
 
 def verdicts(output: Output) -> list[Verdict]:
     """All verdicts on one target, the calibration first."""
     if not output.arrays:
         return []
-    found = of_numbers(output) if output.numeric else of_classes(output)
-    return [*found, usefulness(output)]
-
-
-def of_numbers(output: Output) -> list[Verdict]:
-    """Coverage of intervals, bias, shape, and the error beside that of a constant."""
-    return [coverage(output), shape(output), skill(output)]
+    if output.numeric:
+        return [coverage(output), shape(output), skill(output), usefulness(output)]
+    probs = output.arrays["probs"].astype(np.float64)
+    probs = probs / probs.sum(-1, keepdims=True)
+    confidence, right = probs.max(-1), probs.argmax(-1) == output.arrays["y"]
+    judged_classes = [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right)]
+    return [*judged_classes, usefulness(output)]
 
 
 def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
@@ -128,8 +134,8 @@ def _few(count: int) -> str:
 
 def _deviation(values: np.ndarray) -> str:
     """√mean (u − ½)² in words; 1/√12 for uniform u."""
-    found = math.sqrt(float(((values - 0.5) ** 2).mean()))
-    return f"The probability integral transform deviates from ½ by {number(found)} (root mean square) instead of 0.289"
+    spread = math.sqrt(float(((values - 0.5) ** 2).mean()))
+    return f"The probability integral transform deviates from ½ by {number(spread)} (root mean square) instead of 0.289"
 
 
 def shape(output: Output) -> Verdict:
@@ -138,6 +144,7 @@ def shape(output: Output) -> Verdict:
     Narrow predictions spread u further than 1/√12, and its mean with it: that is allowed for before a bias is claimed.
     """
     values, count = output.arrays["pit"], output.count
+    # Intervals that are too narrow spread u, and its mean with it; that alone is no bias.
     deviation = max(1 / math.sqrt(12), float(values.std()))
     lean = normal(float(values.mean() - 0.5) * math.sqrt(count) / deviation).among(TESTS)
     _, number_inside, around = widths(output)
@@ -152,11 +159,9 @@ def shape(output: Output) -> Verdict:
         )
     torn = number_inside.supported and number_inside.direction == around.direction  # the middle and the ends disagree
     if around.supported and not torn:
-        if around.direction < 0:
-            headline, advice = "The predicted distributions are too wide: underconfident.", _NARROW
-        else:
-            headline, advice = "The predicted distributions are too narrow: overconfident.", _WIDEN
-        return Verdict("bad", headline, f"Their centre is right. {_deviation(values)}.", advice)
+        wide = around.direction < 0
+        said = f"The predicted distributions are too {'wide: under' if wide else 'narrow: over'}confident."
+        return Verdict("bad", said, f"Their centre is right. {_deviation(values)}.", _NARROW if wide else _WIDEN)
     if around.supported or uniform(values).among(TESTS).supported:
         return Verdict(
             "bad",
@@ -183,6 +188,7 @@ def skill(output: Output) -> Verdict:
     if not baseline.any():
         return Verdict("plain", f"The typical error (RMSE) is {number(rmse)}; all held-out targets are the same.")
     explained = 1 - float(losses.mean() / baseline.mean())
+    # A few large errors rule the mean of squares, and signs ignore sizes: either may show what the other misses.
     tests = [test(losses, baseline).among(2) for test in (improvement, signs)]
     if explained > 0 and any(test.supported and test.direction > 0 for test in tests):
         return Verdict(
@@ -191,29 +197,15 @@ def skill(output: Output) -> Verdict:
             f"that of a constant {number(float(y.std()))}.",
         )
     compared = f"RMSE {number(rmse)}, that of the mean alone {number(float(y.std()))}"
-    return Verdict(
-        *_doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are"),
-        "",
-        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
-    )
+    return _doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are")
 
 
-def _doubt(ahead: bool, count: int, rival: str, subject: str) -> tuple[str, str]:
-    """Tone and headline where being better than a rival is not supported: ahead by chance, or not ahead at all."""
+def _doubt(ahead: bool, count: int, rival: str, subject: str) -> Verdict:
+    """Where being better than a rival is not supported: ahead by chance, or not ahead at all."""
     if ahead or count < FEW:
-        return (
-            "unclear",
-            f"{subject} not shown to be better than {rival}; {plural(count)} {'leaves' if count == 1 else 'leave'} it open.",
-        )
-    return "bad", f"{subject} no better than {rival}."
-
-
-def of_classes(output: Output) -> list[Verdict]:
-    """Stated confidence against hits, the calibration error against that of chance, accuracy against the largest class."""
-    probs, y, count = output.arrays["probs"].astype(np.float64), output.arrays["y"], output.count
-    probs = probs / probs.sum(-1, keepdims=True)
-    confidence, right = probs.max(-1), probs.argmax(-1) == y
-    return [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right, count)]
+        left = f"{plural(count)} {'leaves' if count == 1 else 'leave'} it open"
+        return Verdict("unclear", f"{subject} not shown to be better than {rival}; {left}.", "", _LEARN)
+    return Verdict("bad", f"{subject} no better than {rival}.", "", _LEARN)
 
 
 def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
@@ -223,21 +215,12 @@ def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
     test = hits(confidence, int(right.sum()))
     margin = f"If every stated probability were right, {percent(said, 1)} ± {number(100 * error, 2)} points would be right"
     sentence = f"The answers claim to be right {percent(said)} of the time and are right {percent(share)}"
-    if test.supported and test.direction < 0:
-        return Verdict(
-            "bad",
-            f"{sentence}: overconfident.",
-            f"{margin} (standard error, {plural(count)}).",
-            "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a "
-            "stronger prior, fewer epochs; or scale the logits by a temperature fitted on other held-out data.",
-        )
     if test.supported:
-        return Verdict(
-            "bad",
-            f"{sentence}: underconfident.",
-            f"{margin} (standard error, {plural(count)}).",
-            "The answers are better than they claim. Train longer, or weaken the prior.",
-        )
+        reason = f"{margin} (standard error, {plural(count)})."
+        if test.direction < 0:
+            return Verdict("bad", f"{sentence}: overconfident.", reason, _AVERAGE)
+        better = "The answers are better than they claim. Train longer, or weaken the prior."
+        return Verdict("bad", f"{sentence}: underconfident.", reason, better)
     if count < FEW:
         return Verdict("unclear", f"{sentence}; {_few(count)} to tell more.", f"{margin}.")
     if _blind(confidence, share - said, error):
@@ -247,39 +230,30 @@ def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
 
 def calibrated(output: Output, probs: np.ndarray, confidence: np.ndarray) -> Verdict:
     """The calibration error against what right probabilities would show by chance (consistency resampling)."""
-    found, limit = metrics.ece(probs, output.arrays["y"]), chance_ece(confidence)
+    error, limit = metrics.ece(probs, output.arrays["y"]), chance_ece(confidence)
     detail = f"Right probabilities would show up to {number(limit, 2)} in 99 of 100 such samples of {plural(output.count)}."
-    if found > limit:
-        return Verdict(
-            "bad",
-            f"The calibration error is {number(found, 2)}, more than chance gives.",
-            detail,
-            "Look at the reliability diagram: below the line probabilities claim too much, above it too little.",
-        )
-    tone = "good" if output.count >= FEW else "unclear"
-    return Verdict(tone, f"The calibration error is {number(found, 2)}, which chance explains.", detail)
+    said = f"The calibration error is {number(error, 2)}"
+    if error > limit:
+        look = "Look at the reliability diagram: below the line probabilities claim too much, above it too little."
+        return Verdict("bad", f"{said}, more than chance gives.", detail, look)
+    return Verdict("good" if output.count >= FEW else "unclear", f"{said}, which chance explains.", detail)
 
 
-def accurate(output: Output, right: np.ndarray, count: int) -> Verdict:
+def accurate(output: Output, right: np.ndarray) -> Verdict:
     """Hits against always answering the most frequent class, paired."""
     codes, counts = np.unique(output.arrays["y"], return_counts=True)
-    common = codes[counts.argmax()]
-    constant = output.arrays["y"] == common
+    constant = output.arrays["y"] == codes[counts.argmax()]
     share, base = float(right.mean()), float(constant.mean())
-    error = math.sqrt(share * (1 - share) / count)
+    error = math.sqrt(share * (1 - share) / output.count)
     test = improvement(1.0 - right, 1.0 - constant)
-    if count == 1:
+    if output.count == 1:
         return Verdict("plain", f"The answer to the only held-out row is {'right' if right.all() else 'wrong'}.")
     sentence = f"{percent(share)} of the answers are right (± {number(100 * error, 2)} points)"
     if test.supported and test.direction > 0:
         return Verdict("good", f"{sentence}; always saying the most frequent class gives {percent(base)}.")
     if len(codes) == 1:
         return Verdict("plain", f"{sentence}; all held-out rows are of one class.")
-    return Verdict(
-        *_doubt(share > base, count, f"always saying the most frequent class ({percent(base)})", f"{sentence},"),
-        "",
-        "Train longer or with another learning rate, and ask whether the inputs say anything about the target.",
-    )
+    return _doubt(share > base, output.count, f"always saying the most frequent class ({percent(base)})", f"{sentence},")
 
 
 def usefulness(output: Output) -> Verdict:
@@ -292,37 +266,28 @@ def usefulness(output: Output) -> Verdict:
     else:
         parts = [f"{percent(float(part.mean()), 1)} wrong" for part in (losses[half], losses)]
     compared = f"The more certain half: {parts[0]}; all rows: {parts[1]}."
-    found = association(uncertainty, losses)
+    related = association(uncertainty, losses)
     if not output.numeric and not losses.any():
         return Verdict("plain", "There is no wrong answer that the uncertainty could have warned of.")
     if output.count < 3:
         return Verdict("unclear", f"{_few(output.count)} to tell whether uncertain predictions err more.")
     if float(uncertainty.std()) <= 1e-6 * float(uncertainty.mean()):
-        return Verdict(
-            "plain", "Every prediction is equally uncertain, so uncertainty cannot say which ones to trust.", *_alike(output)
-        )
-    if found is None:
+        alike = "Every prediction is equally uncertain, so uncertainty cannot say which ones to trust."
+        return Verdict("plain", alike, *_alike(output))
+    if related is None:
         return Verdict("plain", "Every prediction errs alike, so there is nothing that uncertainty could tell apart.")
-    rho, test = found
+    rho, test = related
+    strength = f"(rank correlation {number(rho, 2)})"
     if test.supported and test.direction > 0:
-        return Verdict("good", f"Uncertainty finds the errors (rank correlation {number(rho, 2)}).", compared)
+        return Verdict("good", f"Uncertainty finds the errors {strength}.", compared)
     if test.supported:
-        return Verdict(
-            "bad",
-            f"Uncertainty points the wrong way (rank correlation {number(rho, 2)}).",
-            compared,
-            "Rows that are called certain err more: do not select by uncertainty.",
-        )
-    return Verdict(
-        "unclear",
-        "It is not shown that uncertain predictions err more.",
-        compared,
-        "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows.",
-    )
+        wary = "Rows that are called certain err more: do not select by uncertainty."
+        return Verdict("bad", f"Uncertainty points the wrong way {strength}.", compared, wary)
+    more = "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows."
+    return Verdict("unclear", "It is not shown that uncertain predictions err more.", compared, more)
 
 
 def _alike(output: Output) -> tuple[str, str]:
-    """Why all rows are equally uncertain, and what would change it."""
     if not output.numeric:
         return ("The stated probability of the answer is the same for all rows.", "An ensemble or a sampler adds disagreement.")
     varying = "likelihood heteroscedastic adds noise that varies."
@@ -330,3 +295,93 @@ def _alike(output: Output) -> tuple[str, str]:
         adds = f"An ensemble or a sampler adds disagreement; {varying}"
         return "One noise for all rows, and draws that do not disagree.", adds
     return "One noise for all rows, and draws that disagree equally on all of them.", varying.capitalize()
+
+
+KL_SHARE = 0.9
+
+
+def diagnosis(findings: Findings) -> list[Verdict]:
+    """Everything worth saying about the fit, the worst first."""
+    apart = findings.diagnostics.get("rhat_weights")
+    chains = judged(findings.diagnostics, None if apart is None else {"rhat": apart})
+    said = [*chains, *collapse(findings), *kl(findings), *unfinished(findings)]
+    if "interrupted" in findings.facts:
+        said.append(Verdict("bad", "The fit was stopped before its planned end.", "", "Resume it."))
+    order = {"bad": 0, "unclear": 1, "plain": 2, "good": 3}
+    return sorted(said, key=lambda verdict: order[verdict.tone])
+
+
+def epistemic_share(findings: Findings) -> float | None:
+    """The largest, over targets, of the median share of uncertainty that is disagreement of draws."""
+    shares = []
+    for output in findings.outputs:
+        if output.arrays and output.numeric:
+            total = output.arrays["epistemic"] + output.arrays["aleatoric"]
+            shares.append(float(np.median(output.arrays["epistemic"] / np.maximum(total, 1e-300))))
+        elif output.arrays:
+            shares.append(float(output.arrays["information"].sum() / max(float(output.arrays["entropy"].sum()), 1e-300)))
+    return max(shares) if shares else None
+
+
+def collapse(findings: Findings) -> list[Verdict]:
+    """No epistemic uncertainty: by design with one draw, an alarm with more."""
+    if findings.draws == 1:
+        single = "This method keeps one set of weights and has no epistemic uncertainty."
+        why = (
+            "All stated uncertainty is noise in the data: far from the training rows predictions are as certain as among them."
+        )
+        return [Verdict("plain", single, why, "Where that matters use an ensemble or a sampler: --method ensemble.")]
+    share = epistemic_share(findings)
+    if share is None:
+        return []
+    what = "of the variance" if findings.outputs[0].numeric else "of the entropy"
+    if share < COLLAPSED:
+        return [
+            Verdict(
+                "bad",
+                f"The posterior has collapsed: {findings.draws} draws disagree on {percent(share, 2)} {what}.",
+                "They are copies of one another in all but name; epistemic uncertainty is missing, not small.",
+                "For an ensemble use init=fresh and minibatches; for a sampler raise the step size, the temperature (1) or the "
+                "number of steps; for variational methods train longer or start with a larger scale.",
+            )
+        ]
+    return [Verdict("plain", f"Disagreement of draws (epistemic) is {percent(share)} {what}; the rest is noise.")]
+
+
+def kl(findings: Findings) -> list[Verdict]:
+    """The share of the KL term in a variational objective at the end of training."""
+    terms = {name.lower(): values for name, values in findings.history.items() if values}
+    name = next((name for name in terms if name == "kl" or name.endswith("_kl") or name.startswith("kl_")), None)
+    fit = next((terms[n] for n in ("expected_log_likelihood", "log_likelihood", "nll") if n in terms), None)
+    if name is None or fit is None or not abs(terms[name][-1]) + abs(fit[-1]):
+        return []
+    share = abs(terms[name][-1]) / (abs(terms[name][-1]) + abs(fit[-1]))
+    if not share >= KL_SHARE:
+        return []
+    return [
+        Verdict(
+            "bad",
+            f"KL is {percent(share)} of the objective.",
+            "The distance to the prior outweighs the data: weights stay near the prior and predictions underfit.",
+            "Use a prior that fits the network (scaled by fan-in), a smaller network or more data; tempering the KL (a cold "
+            "posterior) is a remedy with a price, so state it.",
+        )
+    ]
+
+
+def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[Verdict]:
+    """Whether the objective still rose at the end: the last fifth of the epochs against the fifth before."""
+    name = next((n for n in ("elbo", "log_joint", "log_likelihood") if findings.history.get(n)), None)
+    if name is None or len(findings.history[name]) < least:
+        return []
+    values = np.asarray(findings.history[name], dtype=np.float64)
+    fifth = len(values) // 5
+    last, before, first = values[-fifth:], values[-2 * fifth : -fifth], values[:fifth]
+    gained, total = float(np.median(last) - np.median(before)), float(np.median(last) - np.median(first))
+    noise = float(np.median(np.abs(np.diff(values[-2 * fifth :])))) if fifth > 1 else 0.0
+    if not (total > 0 and gained > rise * total and gained > 2 * noise):
+        return []
+    rising = f"Training may not have finished: {name.replace('_', ' ')} was still rising."
+    share = f"The last fifth of the epochs brought {percent(gained / total)} of the whole gain."
+    longer = "Train longer (--epochs) or with a larger learning rate, and see whether held-out scores improve."
+    return [Verdict("unclear", rising, share, longer)]

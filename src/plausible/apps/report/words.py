@@ -44,7 +44,6 @@ def label(key: str, kind_of_target: str = "") -> str:
 
 
 def better(key: str, kind_of_target: str = "") -> str:
-    """Which way a score should point."""
     kind, _, level = key.rpartition("_")
     if kind == "coverage":
         return f"{level} % or a little more" if kind_of_target == "counts" else f"near {level} %"
@@ -52,5 +51,4 @@ def better(key: str, kind_of_target: str = "") -> str:
 
 
 def score(key: str, value: float) -> str:
-    """A score as text: shares in percent."""
     return percent(value, 1) if key == "accuracy" or key.startswith("coverage_") else number(value, 4)

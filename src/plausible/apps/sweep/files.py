@@ -49,14 +49,13 @@ class SweepFile:
         from plausible.core import likelihoods, optimisers, priors, schedules
 
         train, held = self.data()
-        homes = (optimisers, schedules)
-        settings = {k: _named(v, homes, k) if isinstance(v, Mapping) else v for k, v in self.settings.items()}
+        settings = {k: _named(v, k, optimisers, schedules) if isinstance(v, Mapping) else v for k, v in self.settings.items()}
         classes = not train[1].is_floating_point()
         outputs = int(max(train[1].max(), held[1].max())) + 1 if classes else train[1].shape[1]
         if self.likelihood is None:
             likelihood = likelihoods.Categorical() if classes else likelihoods.Gaussian()
         else:
-            likelihood = _named(self.likelihood, (likelihoods,), "likelihood")
+            likelihood = _named(self.likelihood, "likelihood", likelihoods)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = mlp(train[0].shape[1], self.hidden, outputs, self.activation)
@@ -67,7 +66,7 @@ class SweepFile:
             Grid(self.grid),
             held,
             likelihood=likelihood,
-            prior=_named(self.prior, (priors,), "prior"),
+            prior=_named(self.prior, "prior", priors),
             draws=self.draws,
             every=self.every,
             at_once=self.at_once,
@@ -76,15 +75,13 @@ class SweepFile:
         )
 
     def data(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Training and validation rows."""
         from plausible.apps import datasets
 
         if self.dataset in IMAGES:
             x, y = datasets.load(self.dataset, raw=True).train
             x = x.reshape(len(x), -1).float() / self.divide
         else:
-            split = datasets.load(self.dataset).split(0).standardised()
-            x, y = split.train
+            x, y = datasets.load(self.dataset).split(0).standardised().train
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))
             x, y = x[order], y[order]
         held = max(1, len(x) // 6) if self.validation is None else self.validation
@@ -134,15 +131,9 @@ def parse(text: str, source: str = "the sweep") -> SweepFile:
         "prior": (dict, 'a table such as { name = "Gaussian", scale = 1.0 }'),
         "likelihood": (dict, 'a table such as { name = "StudentT" }'),
         "hidden": (list, "a list of whole numbers"),
-        "validation": (int, "a whole number"),
-        "draws": (int, "a whole number"),
-        "every": (int, "a whole number"),
-        "at_once": (int, "a whole number"),
-        "seed": (int, "a whole number"),
-        "dataset": (str, "a name"),
-        "method": (str, "a name"),
         "title": (str, "text"),
-        "activation": (str, "a name"),
+        **dict.fromkeys(("validation", "draws", "every", "at_once", "seed"), (int, "a whole number")),
+        **dict.fromkeys(("dataset", "method", "activation"), (str, "a name")),
     }
     for key, (kind, words) in kinds.items():
         if key in raw and (not isinstance(raw[key], kind) or isinstance(raw[key], bool)):
@@ -154,15 +145,16 @@ def parse(text: str, source: str = "the sweep") -> SweepFile:
     return SweepFile(**raw)
 
 
-def _named(value: Mapping[str, Any], homes: tuple[Any, ...], what: str) -> Any:
+def _named(value: Mapping[str, Any], what: str, *homes: Any) -> Any:
     """`{name = "SGD", momentum = 0.0}` → SGD(momentum=0.0)."""
     arguments = dict(value)
     name = arguments.pop("name", None)
-    known = sorted(n for home in homes for n in vars(home) if n[:1].isupper() and dataclasses.is_dataclass(vars(home)[n]))
-    if name not in known:
+    public = {n: made for home in homes for n, made in vars(home).items() if n[:1].isupper()}
+    makers: dict[str, Any] = {n: made for n, made in public.items() if dataclasses.is_dataclass(made)}
+    if name not in makers:
+        known = sorted(makers)
         raise ValueError(f'{what}: name must be one of {listed(known, 30)}, got {name!r}; write {{ name = "{known[0]}" }}')
-    made = next(vars(home)[name] for home in homes if name in vars(home))
     try:
-        return made(**arguments)
+        return makers[name](**arguments)
     except TypeError as error:
         raise ValueError(f"{what}: {error}") from error

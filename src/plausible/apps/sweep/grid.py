@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import numbers
@@ -43,9 +44,8 @@ class Grid:
             if not isinstance(name, str):
                 raise TypeError(f'grid: names of settings are text, such as "lr", got {name!r}')
             if hasattr(values, "tolist"):
-                raise TypeError(
-                    f"grid: {name!r} must have a list of values, got {type(values).__name__}: write values.tolist()"
-                )
+                what = type(values).__name__
+                raise TypeError(f"grid: {name!r} must have a list of values, got {what}: write values.tolist()")
             if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not len(values):
                 raise ValueError(f"grid: {name!r} must have a list of values, got {values!r}")
 
@@ -74,7 +74,8 @@ def stackable(base: Recipe, name: str, value: Any) -> bool:
         return False
     if name == "temperature":
         return True
-    owner, field = _owner(base, name)
+    part, (*inside, field) = _path(name)
+    owner = functools.reduce(getattr, inside, getattr(base, part))
     if isinstance(owner, Method) and field in owner.traits.shaping:
         return False
     kind = next((str(f.type) for f in dataclasses.fields(owner) if f.name == field), "")
@@ -88,10 +89,9 @@ def applied(base: Recipe, settings: Mapping[str, Any]) -> Recipe:
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < float("inf"):
                 raise ValueError(f"grid: temperature must be positive and finite, got {value!r}")
             base = base._replace(temperature=value)
-        elif name.startswith("prior."):
-            base = base._replace(prior=_replaced(base.prior, name.split(".")[1:], value, name))
-        else:
-            base = base._replace(method=_replaced(base.method, name.split("."), value, name))
+            continue
+        part, path = _path(name)
+        base = base._replace(**{part: _replaced(getattr(base, part), path, value, name)})
     return base
 
 
@@ -100,20 +100,16 @@ def filled(base: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
     for name, value in tensors.items():
         if name == "temperature":
             base = base._replace(temperature=value)
-        elif name.startswith("prior."):
-            base = base._replace(prior=_filled(base.prior, name.split(".")[1:], value))
-        else:
-            base = base._replace(method=_filled(base.method, name.split("."), value))
+            continue
+        part, path = _path(name)
+        base = base._replace(**{part: _filled(getattr(base, part), path, value)})
     return base
 
 
-def _owner(base: Recipe, name: str) -> tuple[Any, str]:
+def _path(name: str) -> tuple[str, list[str]]:
+    """`prior.scale` → the prior and `[scale]`; `lr.start` → the method and `[lr, start]`."""
     path = name.split(".")
-    thing: Any = base.prior if path[0] == "prior" else base.method
-    path = path[1:] if path[0] == "prior" else path
-    for part in path[:-1]:
-        thing = getattr(thing, part)
-    return thing, path[-1]
+    return ("prior", path[1:]) if path[0] == "prior" and path[1:] else ("method", path)
 
 
 def _replaced(thing: Any, path: Sequence[str], value: Any, name: str) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plausible.analysis import metrics
+from plausible.analysis.tables import plain_text, rich_table
 from plausible.apps.sweep.grid import Grid, Recipe, Settings, applied
 from plausible.apps.sweep.stacked import Alone, Stacked, stacks
 from plausible.core import serialise
@@ -34,6 +35,7 @@ from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
 CHECKPOINT_SECONDS = 240.0  # stacked states are large
+HIGHER_IS_BETTER = ("accuracy", "log_likelihood", "auroc")
 Score = Callable[[Posterior], Mapping[str, float]]
 
 
@@ -52,18 +54,14 @@ class Sweep:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def sorted(self, by: str | None = None) -> list[dict[str, Any]]:
-        """The rows, best first."""
         by = by or self.measure
         known = list(self.rows[0]["scores"])
         if by not in known:
             raise ValueError(f"by={by!r} is not one of the scores; there are {', '.join(known)}")
-        sign = -1 if _higher_is_better(by) else 1
-
-        def order(row: dict[str, Any]) -> float:
-            value = row["scores"].get(by)
-            return math.inf if value is None else sign * value
-
-        return sorted(self.rows, key=order)
+        sign = -1 if by in HIGHER_IS_BETTER else 1
+        values = [row["scores"].get(by) for row in self.rows]
+        keys = [math.inf if value is None else sign * value for value in values]
+        return [self.rows[place] for place in sorted(range(len(keys)), key=keys.__getitem__)]
 
     def best(self, by: str | None = None) -> dict[str, Any]:
         """The row with the best score; refused where every setting diverged."""
@@ -86,34 +84,30 @@ class Sweep:
         return cls(content["rows"], groups=content.get("groups", []))
 
     def recipe(self, row: Mapping[str, Any]) -> Recipe:
-        """Method, prior and temperature of a row."""
         if self.base is None:
             raise ValueError("this sweep was read from a file, which does not hold the method: take row['settings']")
         return applied(self.base, row["settings"])
 
     def method(self, row: Mapping[str, Any]) -> Method:
-        """The method of a row."""
         return self.recipe(row).method
 
     def prior(self, row: Mapping[str, Any]) -> Prior:
-        """The prior of a row."""
         return self.recipe(row).prior
 
     def temperature(self, row: Mapping[str, Any]) -> float:
         """The temperature of a row, for `Model.tempered`."""
         return float(self.recipe(row).temperature)
 
+    def text(self, top: int = 10, rest: str = "") -> str:
+        """A table of the best settings; `rest` says where the others are."""
+        lines = [[_short(cell) for cell in (*row["settings"].values(), *row["scores"].values())] for row in self.sorted()]
+        heads = [*self.rows[0]["settings"], *self.rows[0]["scores"]]
+        table = plain_text(rich_table(heads, lines[:top]), max(80, 14 * len(heads)))
+        more = f"\n… and {len(lines) - top} more{rest and ' in '}{rest}" if len(lines) > top else ""
+        return f"{len(lines)} settings, best first by {self.measure}\n{table}{more}"
+
     def __str__(self) -> str:
-        names = list(self.rows[0]["settings"])
-        scores = list(self.rows[0]["scores"])
-        lines = [names + scores]
-        ranked = self.sorted()
-        for row in ranked[:10]:
-            lines.append([_short(row["settings"][n]) for n in names] + [_short(row["scores"][s]) for s in scores])
-        wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        body = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, wide)) for line in lines)
-        rest = f"\n… and {len(ranked) - 10} more" if len(ranked) > 10 else ""
-        return f"{len(self.rows)} settings, best first by {self.measure}\n{body}{rest}"
+        return self.text()
 
 
 def sweep(
@@ -159,14 +153,12 @@ def sweep(
         raise TypeError(f"score must be a function of a posterior that returns a mapping of numbers, got {score!r}")
     for name in ("callbacks", "checkpoint", "init"):
         if name in settings:
-            raise TypeError(
-                f"{name}= is not for sweeps: they have their own checkpoints (out=) and start at the network's weights"
-            )
+            why = "they have their own checkpoints (out=) and start at the network's weights"
+            raise TypeError(f"{name}= is not for sweeps: {why}")
     base = Recipe(method, whole)
     if any(stage.plan(1000).patience is not None for stage in method.stages()):
-        raise ValueError(
-            "a sweep does not stop early: leave patience unset, and look at the scores every so many epochs (every=)"
-        )
+        instead = "leave patience unset, and look at the scores every so many epochs (every=)"
+        raise ValueError(f"a sweep does not stop early: {instead}")
     together = stacks(method)
     groups = [part for group in grid.groups(base) for part in _parts(group, at_once if together else 1)]
     folder = None if out is None else Path(out)
@@ -178,25 +170,15 @@ def sweep(
     if isinstance(judge, _Judge):
         judge.try_on(network, data, likelihood, settings)
     told = _told(network, data, validation, likelihood, score, settings)
+    plain = [serialise.encode(method, strict=False), serialise.encode(whole, strict=False)]
     began = time.perf_counter()
     done: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
-        identity = _digest(
-            [
-                serialise.encode(method, strict=False),
-                serialise.encode(whole, strict=False),
-                group,
-                seed,
-                draws,
-                every,
-                repr(network),
-                str(precision),
-                told,
-            ]
-        )
+        parts = [*plain, group, seed, draws, every, repr(network), str(precision), told]
+        identity = hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:16]
         place = None if folder is None else folder / f"group-{number:03d}"
-        found = _stored(place, identity)
-        if found is None:
+        result = _stored(place, identity)
+        if result is None:
             log.info("group %d of %d: %d settings stacked", number + 1, len(groups), len(group))
             started = time.perf_counter()
             keep = None if place is None else Checkpoint(place, seconds=CHECKPOINT_SECONDS)
@@ -219,7 +201,7 @@ def sweep(
             if posterior.interrupted:
                 where = "" if place is None else f"; the same call goes on from {str(place)!r}"
                 raise KeyboardInterrupt(f"the sweep was stopped in group {number + 1} of {len(groups)}{where}")
-            found = {
+            result = {
                 "identity": identity,
                 "seconds": time.perf_counter() - started,
                 "steps": posterior.run["steps"],
@@ -229,17 +211,17 @@ def sweep(
             }
             del posterior
             if place is not None:
-                write_json(place.with_suffix(".json"), found)
+                write_json(place.with_suffix(".json"), result)
                 shutil.rmtree(place, ignore_errors=True)
-        done.append(found)
+        done.append(result)
     return _collected(grid, groups, done, base, time.perf_counter() - began)
 
 
 def _collected(grid: Grid, groups: list[list[Settings]], done: list[dict[str, Any]], base: Recipe, seconds: float) -> Sweep:
     by_settings: dict[str, dict[str, Any]] = {}
-    for group, found in zip(groups, done):
+    for group, result in zip(groups, done):
         for k, settings in enumerate(group):
-            curve = [{"epoch": r["epoch"], **r["scores"][k]} for r in found["records"]]
+            curve = [{"epoch": record["epoch"], **record["scores"][k]} for record in result["records"]]
             scores = {name: value for name, value in curve[-1].items() if name != "epoch"}
             by_settings[repr(settings)] = {"settings": settings, "scores": scores, "curve": curve}
     rows = [by_settings[repr(settings)] for settings in grid]
@@ -256,13 +238,15 @@ def _parts(group: list[Settings], size: int) -> list[list[Settings]]:
 def _told(network: nn.Module, data: Any, validation: Any, likelihood: Any, score: Any, settings: Mapping[str, Any]) -> Any:
     """What else a stored group depends on: starting weights, training and validation data, likelihood, score, settings of `fit`."""
     digest = hashlib.sha256()
+    # All settings start at these weights: another start is another sweep.
     for name, value in network.state_dict().items():
         digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
-    parts = []
+    parts: list[str | None] = []
     for pair, mask in ((data, settings.get("mask")), (validation, None)):
-        whole = isinstance(pair, (tuple, list))
-        found = as_data(pair, dtype=torch.float64, device=torch.device("cpu"), mask=mask) if whole else None
-        parts.append(None if found is None else found.fingerprint())
+        if isinstance(pair, (tuple, list)):
+            parts.append(as_data(pair, dtype=torch.float64, device=torch.device("cpu"), mask=mask).fingerprint())
+        else:
+            parts.append(None)
     return [digest.hexdigest(), parts, repr(likelihood), getattr(score, "__qualname__", repr(score)), repr(sorted(settings))]
 
 
@@ -283,19 +267,10 @@ class _Judge:
         dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
         whole = as_data(data, dtype=dtype, device=torch.device("cpu"), mask=settings.get("mask")).all()
         few = select_rows(whole, slice(8))
-        own = {name: value for name, value in settings.items() if name in ("where", "output")}
+        more: dict[str, Any] = {name: value for name, value in settings.items() if name in ("where", "output")}
+        more |= {"mask": few.mask, "device": "cpu", "progress": False, "compile": False}
         quick = MAP(epochs=1, batch_size=None, lr=1e-12)
-        probe = fit(
-            network,
-            (few.x, few.y),
-            quick,
-            likelihood=likelihood,
-            mask=few.mask,
-            device="cpu",
-            progress=False,
-            compile=False,
-            **own,
-        )
+        probe = fit(network, (few.x, few.y), quick, likelihood=likelihood, **more)
         try:
             self(probe)
         except (ValueError, TypeError) as error:
@@ -316,17 +291,18 @@ class _Judge:
 
 def _scores(posterior: Any, judge: Score) -> list[dict[str, float | None]]:
     """Of each member; None where it diverged."""
-    found: list[dict[str, float]] = []
+    each: list[dict[str, float]] = []
     for part in posterior.parts:
         if not _finite(part):
-            found.append({})
+            each.append({})
             continue
         scores = judge(part)
         if not isinstance(scores, Mapping) or not scores:
             raise TypeError(f"score must return a mapping of names to numbers, got {scores!r}")
-        found.append({str(name): float(value) for name, value in scores.items() if math.isfinite(float(value))})
-    names = next((list(scores) for scores in sorted(found, key=len, reverse=True)), []) or ["score"]
-    return [{name: scores.get(name) for name in names} for scores in found]
+        each.append({str(name): float(value) for name, value in scores.items() if math.isfinite(float(value))})
+    most = max(each, key=lambda scores: len(scores))
+    names = list(most) or ["score"]
+    return [{name: scores.get(name) for name in names} for scores in each]
 
 
 def _finite(posterior: Posterior) -> bool:
@@ -339,20 +315,11 @@ def _finite(posterior: Posterior) -> bool:
 def _stored(place: Path | None, identity: str) -> dict[str, Any] | None:
     if place is None or not place.with_suffix(".json").exists():
         return None
-    found = read_json(place.with_suffix(".json"))
-    if found.get("identity") != identity:
-        raise ValueError(
-            f"{place.with_suffix('.json')} holds a group of another sweep; give another folder, or remove this one"
-        )
-    return found
-
-
-def _higher_is_better(name: str) -> bool:
-    return name in ("accuracy", "log_likelihood", "auroc")
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+    path = place.with_suffix(".json")
+    result = read_json(path)
+    if result.get("identity") != identity:
+        raise ValueError(f"{path} holds a group of another sweep; give another folder, or remove this one")
+    return result
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
 from plausible.engine.method import Fitted, Method, Plan, Run, Stage, Traits
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.mixture import MixturePosterior
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class StackedState(NamedTuple):
@@ -46,7 +43,6 @@ class Stacked(Method):
 
     @property
     def members(self) -> int:  # type: ignore[override]
-        """How many settings."""
         return len(self.settings)
 
     @property
@@ -54,7 +50,6 @@ class Stacked(Method):
         return replace(self.method.traits, shares_batches=True)
 
     def one(self, model: Model, k: int) -> tuple[Method, Model]:
-        """Member k: its method and its model."""
         recipe = applied(Recipe(self.method, model.prior, model.temperature), self.settings[k])
         return recipe.method, model.with_settings(recipe.prior, recipe.temperature)
 
@@ -65,8 +60,7 @@ class Stacked(Method):
     @functools.cached_property
     def _shaped(self) -> Method:
         """The method with the settings in which members do not differ (and some value of the others)."""
-        own = {name: value for name, value in self.settings[0].items() if _of_method(name)}
-        return applied(Recipe(self.method, None), own).method  # type: ignore[arg-type]
+        return _with_settings(self.method, self.settings[0])
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
         method, first = self.one(model, 0)
@@ -76,18 +70,18 @@ class Stacked(Method):
         """The members' states, stacked; refused where memory cannot hold them."""
         states = []
         for k in range(self.members):
-            method, own = self.one(model, k)
-            states.append(method.start(own, run, random.fold(key, k)))
+            method, member = self.one(model, k)
+            states.append(method.start(member, run, random.fold(key, k)))
+            # The first state says what all of them will need, before they are made.
             if k == 0:
                 held = self.members * (2 * num_bytes(states[0]) + 3 * num_bytes(model.initial))
                 require_memory(held, key.device, f"{self.members} settings of one network; use fewer at once (at_once=…)")
         base = Recipe(self.method, model.prior, model.temperature)
-        device, first = key.device, self.settings[0]
-        names = [name for name, value in first.items() if stackable(base, name, value)]
-        values = {
-            name: torch.tensor([float(own[name]) for own in self.settings], dtype=torch.float32, device=device)
-            for name in names
-        }
+        values = {}
+        for name, value in self.settings[0].items():
+            if stackable(base, name, value):
+                numbers = [float(settings[name]) for settings in self.settings]
+                values[name] = torch.tensor(numbers, dtype=torch.float32, device=key.device)
         return StackedState(stack(states), values)
 
     def step(self, model: Model, run: Run[Any], state: StackedState, batch: Batch) -> tuple[StackedState, dict[str, Tensor]]:
@@ -98,8 +92,7 @@ class Stacked(Method):
             recipe = filled(base, values)
             return recipe.method.step(model.with_settings(recipe.prior, recipe.temperature), run, inner, batch)
 
-        plain = contextlib.nullcontext() if torch.compiler.is_compiling() else closed_over()
-        with plain:
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else closed_over():
             inner, info = torch.func.vmap(member, randomness="different")(state.inner, state.values)
         return StackedState(inner, state.values), _finite_means(info)
 
@@ -107,26 +100,28 @@ class Stacked(Method):
         self, model: Model, run: Run[Any], state: StackedState, batch: Batch
     ) -> tuple[StackedState, dict[str, Tensor]]:
         """One after the other, where vmap has no rule."""
-        found = []
+        states, logs = [], []
         for k in range(self.members):
-            method, own = self.one(model, k)
-            found.append(method.step(own, run, index(state.inner, k), batch))
-        return StackedState(stack([new for new, _ in found]), state.values), _finite_means(stack([i for _, i in found]))
+            method, member = self.one(model, k)
+            new, info = method.step(member, run, index(state.inner, k), batch)
+            states.append(new)
+            logs.append(info)
+        return StackedState(stack(states), state.values), _finite_means(stack(logs))
 
     def kept(self, model: Model, run: Run[Any], state: StackedState) -> Weights:
-        """Those of all members, in turn."""
         return concatenate([self.method.kept(model, run, index(state.inner, k)) for k in range(self.members)])
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        """The members' posteriors, as the parts of a mixture."""
         parts = []
         for k in range(self.members):
-            method, own = self.one(model, k)
+            method, member = self.one(model, k)
             store = None
             if fitted.draws is not None:
-                store = MemoryDraws(fitted.draws.get(range(k, len(fitted.draws), self.members), model_device(model)))
+                device = next(iter(model.initial.values())).device
+                store = MemoryDraws(fitted.draws.get(range(k, len(fitted.draws), self.members), device))
+            # The history is the mean over members, and none of theirs.
             alone = fitted._replace(state=index(fitted.state.inner, k), draws=store, history={})
-            parts.append(method.posterior(own, run, alone))  # the history is the mean over members, and none of theirs
+            parts.append(method.posterior(member, run, alone))
         return MixturePosterior.of(self, model, fitted, parts)
 
 
@@ -152,14 +147,11 @@ class Alone(Method):
         return Stacked(self.method, (self.settings,)).one(model, 0)
 
     def stages(self) -> tuple[Stage, ...]:
-        own = {name: value for name, value in self.settings.items() if _of_method(name)}
-        method = applied(Recipe(self.method, None), own).method  # type: ignore[arg-type]
-        return tuple(Under(stage, self) for stage in method.stages())
+        return tuple(Under(stage, self) for stage in _with_settings(self.method, self.settings).stages())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        """The only part of a mixture."""
-        method, own = self.recipe(model)
-        return MixturePosterior.of(self, model, fitted, [method.posterior(own, run, fitted)])
+        method, member = self.recipe(model)
+        return MixturePosterior.of(self, model, fitted, [method.posterior(member, run, fitted)])
 
 
 @dataclass(frozen=True)
@@ -177,26 +169,26 @@ class Under(Stage):
     def members(self) -> int | None:  # type: ignore[override]
         return self.stage.members
 
-    def _own(self, model: Model) -> Model:
+    def _model(self, model: Model) -> Model:
         return self.whole.recipe(model)[1]
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return self.stage.plan(num_data, per_epoch)
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
-        return self.stage.prepare(self._own(model), run)
+        return self.stage.prepare(self._model(model), run)
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
-        return self.stage.start(self._own(model), run, key)
+        return self.stage.start(self._model(model), run, key)
 
     def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        return self.stage.step(self._own(model), run, state, batch)
+        return self.stage.step(self._model(model), run, state, batch)
 
     def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        return self.stage.looped_step(self._own(model), run, state, batch)  # type: ignore[attr-defined]
+        return self.stage.looped_step(self._model(model), run, state, batch)  # type: ignore[attr-defined]
 
     def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
-        return self.stage.kept(self._own(model), run, state)
+        return self.stage.kept(self._model(model), run, state)
 
     def finished(self, state: Any) -> bool:
         return self.stage.finished(state)
@@ -205,18 +197,16 @@ class Under(Stage):
         return self.stage.caption(state)
 
 
-def model_device(model: Model) -> torch.device:
-    """Where the weights are."""
-    return next(iter(model.initial.values())).device
-
-
-def _of_method(name: str) -> bool:
-    return name != "temperature" and not name.startswith("prior.")
+def _with_settings(method: Method, settings: Settings) -> Method:
+    """The method with those of the settings that are its own, and not the prior's or the temperature."""
+    inner = {name: value for name, value in settings.items() if name != "temperature" and not name.startswith("prior.")}
+    return applied(Recipe(method, None), inner).method  # type: ignore[arg-type]
 
 
 def _finite_means(info: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean of each term over the members for which it is finite, and how many members are not."""
     finite = torch.stack([torch.isfinite(value) for value in info.values()]).all(0)
     count = finite.sum().clamp_min(1)
+    # A member that diverged must not hide what the others log.
     means = {name: torch.where(finite, value, torch.zeros_like(value)).sum() / count for name, value in info.items()}
     return means | {"diverged": (~finite).sum().to(count.dtype).float()}

@@ -1,19 +1,94 @@
-"""Whether chains have converged, at a look: traces, ranks, autocorrelations of what mixes worst, and energies."""
+"""How a posterior came about: terms over epochs, traces, ranks, autocorrelations, energies and effective sizes of chains."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from plausible.apps.plots.base import axes_of, named_chains
-from plausible.apps.report.statistics import ranks
+from plausible.apps.plots.base import DASHED, axes_of, chains_of, chosen_quantity, named_chains
+from plausible.apps.report.statistics import rank_shares, ranks
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.posteriors.base import Posterior
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def training_trace(
+    history: Posterior | Mapping[str, Sequence[float]], term: str | None = None, *, ax: Axes | None = None
+) -> Axes:
+    """The mean of a logged term over each epoch; `history` is a posterior or its `history`, `term` the first by default."""
+    known = history.history if isinstance(history, Posterior) else history
+    if not isinstance(known, Mapping):
+        raise TypeError(f"history must be a posterior or a mapping from terms to values, got {type(history).__name__}")
+    if not known:
+        raise ValueError("history is empty: the method logged nothing")
+    term = next(iter(known)) if term is None else term
+    if term not in known:
+        raise ValueError(f"term={term!r} was not logged; there are {', '.join(map(repr, known))}")
+    ax = axes_of(ax)
+    ax.plot(np.arange(1, len(known[term]) + 1), known[term], color="C0")
+    ax.set(xlabel="epoch", ylabel=term.replace("_", " "))
+    return ax
+
+
+def chain_trace(draws: Any, x: Any = None, quantity: int = 0, *, ax: Axes | None = None) -> Axes:
+    """One quantity over the draws of each chain; they should look alike and wander around one level.
+
+    draws: an array [chains, draws] or [chains, draws, quantities], or a posterior of stored draws with inputs `x`, whose
+    quantities are the function values f(x), outputs last.
+    """
+    values = chosen_quantity(chains_of(draws, x), quantity)
+    ax = axes_of(ax)
+    for number, chain in enumerate(values, start=1):
+        ax.plot(np.arange(1, len(chain) + 1), chain, linewidth=0.8, label=f"chain {number}")
+    ax.set(xlabel="kept draw", ylabel="f(x)" if isinstance(draws, Posterior) else "value")
+    if 1 < len(values) <= 10:
+        ax.legend()
+    return ax
+
+
+def rank_histogram(draws: Any, x: Any = None, bins: int = 20, *, ax: Axes | None = None) -> Axes:
+    """Ranks of each chain's draws among those of all chains, all quantities together: flat at 1 if chains agree.
+
+    `draws` and `x` as in `chain_trace` (Vehtari et al. 2021).
+    """
+    shares = rank_shares(chains_of(draws, x), bins)
+    ax = axes_of(ax)
+    for number, chain in enumerate(shares, start=1):
+        ax.stairs(chain, np.linspace(0, 1, len(chain) + 1), label=f"chain {number}")
+    ax.axhline(1, **DASHED)
+    ax.set(xlim=(0, 1), ylim=(0, None), xlabel="rank among all draws (share)", ylabel="density")
+    if len(shares) <= 10:
+        ax.legend()
+    return ax
+
+
+def ess_growth(draws: Any, x: Any = None, points: int = 10, *, ax: Axes | None = None) -> Axes:
+    """The least bulk and tail effective sample size over quantities of the first 1/k, 2/k, … of the draws.
+
+    It should grow in proportion to the draws; a curve that levels off has met something it did not know (Vehtari et al.
+    2021). `draws` and `x` as in `chain_trace`; needs at least 8 draws in each chain.
+    """
+    values = torch.from_numpy(chains_of(draws, x))
+    chains, count = values.shape[:2]
+    if count < 8:
+        raise ValueError(f"draws has {count} draws in each chain; effective sample sizes need at least 8")
+    sizes = np.unique(np.linspace(max(8, count // points), count, points).astype(int))
+    if not bool((values.amax((0, 1)) > values.amin((0, 1))).any()):
+        raise ValueError("draws does not vary: there is no effective sample size")
+    parts = [diagnostics.summarise(values[:, :size]) for size in sizes.tolist()]
+    ax = axes_of(ax)
+    for name, words in (("ess_bulk", "bulk"), ("ess_tail", "tails")):
+        ax.plot(chains * sizes, [part.get(name, np.nan) for part in parts], "o-", markersize=3, label=words)
+    ax.axhline(100 * chains, label="100 for each chain", **DASHED)
+    ax.set(xlim=(0, None), ylim=(0, None), xlabel="draws", ylabel="effective draws")
+    ax.legend()
+    return ax
+
 
 LANES, CHAINS, DRAWS = 5, 10, 20_000
 """Quantities and chains that are drawn at most, and draws whose ranks are taken."""
@@ -39,11 +114,11 @@ def trace(
     ax = axes_of(ax)
     count = values.shape[1]
     for lane, place in enumerate(reversed(chosen)):
-        own = values[:, :, place]
-        low, high = float(own.min()), float(own.max())
-        for number, chain in enumerate(own[:CHAINS]):
+        drawn = values[:, :, place]
+        low, high = float(drawn.min()), float(drawn.max())
+        for number, chain in enumerate(drawn[:CHAINS]):
             scaled = (chain - low) / (high - low) if high > low else np.full(count, 0.5)
-            label = f"chain {number + 1}" if lane == 0 and len(own) > 1 else None
+            label = f"chain {number + 1}" if lane == 0 and len(drawn) > 1 else None
             ax.plot(np.arange(1, count + 1), lane + 0.05 + 0.9 * scaled, color=f"C{number}", linewidth=0.6, label=label)
         said = f"R̂ {rhat[place]:.2f}" if np.isfinite(rhat[place]) else "R̂ –"
         ax.text(1.01, lane + 0.5, said, transform=ax.get_yaxis_transform(), va="center", fontsize=8)
@@ -74,22 +149,21 @@ def rank(
         raise ValueError("draws has one chain: ranks compare chains, so at least two are needed")
     order, rhat = _worst_first(values)
     place = order[0] if quantity is None else quantity
-    if not -values.shape[2] <= place < values.shape[2]:
-        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
-    own = values[:, :, place]
-    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(own))[..., None])[0])
-    step = max(1, round(own.size / size)) if np.isfinite(size) else 1
-    own = own[:, :: max(min(step, max(1, own.shape[1] // 10)), -(-own.size // DRAWS))]
-    chains, count = own.shape
+    drawn = chosen_quantity(values, place)
+    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(drawn))[..., None])[0])
+    # The band is that of independent draws, so neighbours in a chain are thinned out first.
+    step = max(1, round(drawn.size / size)) if np.isfinite(size) else 1
+    drawn = drawn[:, :: max(min(step, max(1, drawn.shape[1] // 10)), -(-drawn.size // DRAWS))]
+    chains, count = drawn.shape
     z = np.linspace(0, 1, min(200, chains * count) + 1)[1:-1]
-    share = (ranks(own.ravel()).reshape(chains, count) - 0.5) / own.size
+    share = (ranks(drawn.ravel()).reshape(chains, count) - 0.5) / drawn.size
     curves = np.array([(chain[:, None] <= z).mean(0) for chain in share]) - z
     width = _band(chains, count, z, seed)
     ax = axes_of(ax)
     ax.fill_between(z, -width, width, color="0.85", linewidth=0, label=f"{100 * LEVEL:.0f} % band of chains that agree")
     for number, curve in enumerate(curves[:CHAINS], start=1):
         ax.step(z, curve, where="mid", linewidth=1, label=f"chain {number}")
-    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
+    ax.axhline(0, **DASHED)
     said = f"R̂ {rhat[place]:.3f}" if np.isfinite(rhat[place]) else "R̂ not finite"
     ax.set_title(f"{words[place]}, {said}", fontsize=10)
     ax.set(xlim=(0, 1), xlabel="rank among all draws (share)", ylabel="share of the chain below, less expected")
@@ -133,7 +207,7 @@ def draw_energies(ax: Axes, values: np.ndarray, change: np.ndarray | None, bins:
 def draw_convergence(ax: Axes, rhat: np.ndarray, ess: np.ndarray) -> Axes:
     """R̂ against the effective draws of each quantity."""
     top = max(1.06, float(rhat.max()))
-    ax.axhline(1.01, color="0.5", linestyle=(0, (4, 3)), linewidth=1, label="1.01")
+    ax.axhline(1.01, label="1.01", **DASHED)
     ax.plot(ess, rhat, "o", markersize=4, label="function values")
     ax.set(xlim=(0, 1.05 * float(ess.max())), ylim=(0.99, top + 0.04 * (top - 0.99)), xlabel="effective draws", ylabel="R̂")
     ax.legend()
@@ -153,11 +227,10 @@ def autocorrelation(
         raise ValueError(f"draws has {values.shape[1]} draws in each chain; autocorrelations need at least 4")
     sizes = diagnostics.ess_bulk(torch.from_numpy(values)).numpy()
     place = int(np.nanargmin(sizes)) if quantity is None and np.isfinite(sizes).any() else quantity or 0
-    if not -values.shape[2] <= place < values.shape[2]:
-        raise ValueError(f"quantity={place} is not one of the {values.shape[2]} quantities")
-    own = values[:, :, place]
-    count = own.shape[1]
-    centred = own - own.mean(1, keepdims=True)
+    drawn = chosen_quantity(values, place)
+    count = drawn.shape[1]
+    centred = drawn - drawn.mean(1, keepdims=True)
+    # Padded to twice its length, so that the ends of a chain do not meet in the circle of the transform.
     spectrum = np.fft.rfft(centred, 2 * count, axis=1)
     covariance = np.fft.irfft(np.abs(spectrum) ** 2, axis=1)[:, : min(lags, count - 1) + 1]
     ax = axes_of(ax)
@@ -166,11 +239,11 @@ def autocorrelation(
     for number, chain in enumerate(covariance[:CHAINS], start=1):
         if chain[0] > 0:
             ax.plot(np.arange(len(chain)), chain / chain[0], linewidth=1, label=f"chain {number}")
-    ax.axhline(0, color="0.5", linestyle=(0, (4, 3)), linewidth=1)
-    said = f"{sizes[place]:,.0f} of {own.size:,} draws effective" if np.isfinite(sizes[place]) else "it never moves"
+    ax.axhline(0, **DASHED)
+    said = f"{sizes[place]:,.0f} of {drawn.size:,} draws effective" if np.isfinite(sizes[place]) else "it never moves"
     ax.set_title(f"{words[place]}: {said}", fontsize=10)
     ax.set(xlabel="lag (kept draws)", ylabel="autocorrelation", xlim=(0, None))
-    if len(own) <= CHAINS and ax.get_legend_handles_labels()[0]:
+    if len(drawn) <= CHAINS and ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8)
     return ax
 
