@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,11 +11,7 @@ from torch import Tensor
 from plausible.core.data import Batch, Data, StreamData, num_rows
 from plausible.core.model import Model
 from plausible.core.passes import Estimator
-from plausible.core.weights import Weights
 from plausible.engine.method import Plan, Run, Stage, Traits
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ENDLESS = 2**62
 
@@ -42,7 +38,7 @@ class PassState:
     def advance(self) -> None:
         """Add the next batch; behind the last one, ask whether all are needed once more."""
         assert self.estimator is not None
-        if self._feed is None:
+        if self._feed is None:  # also in a resumed pass, which skips what it has seen
             self._feed = iter(self.data.chunks(self.estimator.chunk))
             for _ in range(self.batches):
                 next(self._feed)
@@ -96,6 +92,3 @@ class Pass(Stage):
 
     def caption(self, state: PassState) -> str:
         return "" if state.estimator is None else state.estimator.note
-
-    def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
-        raise NotImplementedError

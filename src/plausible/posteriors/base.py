@@ -296,11 +296,15 @@ def record_of(fitted: Fitted) -> dict[str, Any]:
 def data_for(model: Model, data: Any, mask: Any = None) -> Data:
     """Data as `fit` takes them, checked against a model that was fitted before."""
     like = example_of(model)
-    given = as_data(data, dtype=like.dtype, device=like.device, mask=mask)
+    return checked(model, as_data(data, dtype=like.dtype, device=like.device, mask=mask))
+
+
+def checked(model: Model, data: Data) -> Data:
+    """The data with targets that fit the likelihood: arrays are looked at now, a stream batch by batch as it comes."""
 
     def check(y: Tensor, observed: Tensor | None) -> Tensor:
         return model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=observed)
 
-    if isinstance(given, ArrayData):
-        return replace(given, batch=given.batch._replace(y=check(given.batch.y, given.batch.mask)))
-    return replace(given, check=check)
+    if isinstance(data, ArrayData):
+        return replace(data, batch=data.batch._replace(y=check(data.batch.y, data.batch.mask)))
+    return replace(data, check=check)

@@ -33,6 +33,7 @@ from plausible.core.networks import private_copy
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, index, num_bytes
+from plausible.engine.checkpoint import plain
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
@@ -166,7 +167,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
         "random": list(model.random),
         "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
-        **_plain(_write_content(posterior, folder)),
+        **plain(_write_content(posterior, folder)),
     }
 
 
@@ -219,17 +220,6 @@ def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: M
     posterior._masks = tree.to(masks, device)
     posterior.log_evidence = None if stored["log_evidence"] is None else float(stored["log_evidence"])
     return posterior
-
-
-def _plain(value: Any) -> Any:
-    """JSON without NaN or infinity."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
-        return str(value)
-    return value
 
 
 def load(

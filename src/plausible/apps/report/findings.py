@@ -121,7 +121,7 @@ class Findings:
         import torch
 
         from plausible.core.storage import write_json, write_tensors
-        from plausible.posteriors.saving import _plain
+        from plausible.engine.checkpoint import plain
 
         named: dict[str, np.ndarray] = {f"traces/{name}": array for name, array in self.traces.items()}
         for index, output in enumerate(self.outputs):
@@ -150,7 +150,7 @@ class Findings:
             "draws": self.draws,
             "tensors_sha256": write_tensors(folder / TENSORS, tensors),
         }
-        write_json(folder / RECORD, _plain(content))
+        write_json(folder / RECORD, plain(content))
 
     @classmethod
     def read(cls, folder: Path) -> Findings:
