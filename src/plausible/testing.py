@@ -80,6 +80,11 @@ class LinearGaussian:
         covariance = torch.linalg.inv(self.precision())
         return (covariance @ x.T @ (w[:, None] * y) / self.noise**2).squeeze(1), covariance
 
+    def mean_field(self) -> tuple[Tensor, Tensor]:
+        """The exact mean and diag(1/Λ_ii), the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""
+        mean, covariance = self.posterior()
+        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+
     def log_evidence(self) -> float:
         """Log N(y; 0, σ²I + s²xxᵀ) for unit weights."""
         x, y, _ = self.data()

@@ -1,7 +1,7 @@
 """How steps are run: eagerly, compiled, or captured in a CUDA graph. All of them advance the same state by the same law.
 
-`decide` says when compiling or capturing pays: by a table of measured break-even points and never a clock, so that the same call gives
-the same bits.
+`decide` says when compiling or capturing pays: by a table of measured break-even points and never a clock, so that the same call
+gives the same bits.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits
-from plausible.methods.chains.base import check_count, check_function, fastest
+from plausible.methods.chains.base import check_counts, check_function, fastest
 from plausible.posteriors.particles import ParticlesPosterior
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ class AnnealedState(NamedTuple):
     key: Tensor
     passed: Tensor
 
-    @property
-    def place(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions with their log-likelihoods and log priors."""
-        return self.position, self.log_likelihood, self.log_prior
-
 
 @dataclass(frozen=True)
 class Annealed(Method):
@@ -80,8 +75,7 @@ class Annealed(Method):
 
     def __post_init__(self) -> None:
         who = type(self).__name__
-        for setting, least in (("particles", 2), ("moves", 1), ("pilots", 0), ("leapfrogs", 1)):
-            check_count(who, setting, getattr(self, setting), least)
+        check_counts(self, particles=2, moves=1, pilots=0, leapfrogs=1)
         if self.pilots == 1:
             raise ValueError(f"{who}: pilots must be 0 or at least 2, since a spread is taken over them, got 1")
         if not (math.isfinite(self.trajectory) and self.trajectory > 0):
@@ -110,15 +104,12 @@ class Annealed(Method):
 
     @property
     def rows(self) -> int:
-        """Positions that move together."""
         return self.particles + self.pilots
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """One temperature a step, over all data; the particles are kept at the end."""
         return Plan(steps=self.longest, per_epoch=1, batch_size=None, unit="temperatures")
 
     def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
-        """The density, where there is a prior to start from, in the fastest form that pays for so many moves."""
         who = type(self).__name__
         if improper := [name for name in model.random if not model.prior.rule(name).proper]:
             raise ValueError(
@@ -134,7 +125,6 @@ class Annealed(Method):
         return fastest(ModelDensity(model, run.data, self.rows), run, self.longest * self.moves * self.leapfrogs)
 
     def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> AnnealedState:
-        """Draws from the prior, given the weights that do not move."""
         target = run.prepared
         require_memory(
             8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
@@ -179,12 +169,11 @@ class Annealed(Method):
     def step(
         self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch
     ) -> tuple[AnnealedState, dict[str, Tensor]]:
-        """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
         return self.advanced(run.prepared, state)
 
     def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
         """The next temperature over any target."""
-        if not self.finished(state):
+        if not self.finished(state):  # else nothing, so that results do not depend on when the end is noticed
             state = self._moved(target, *self._weighted(state))
         row = state.trace[int(state.passed) - 1]
         likelihood = state.log_likelihood[: self.particles]
@@ -193,12 +182,12 @@ class Annealed(Method):
 
     def _weighted(self, state: AnnealedState) -> tuple[AnnealedState, Tensor]:
         """The next power; weights, and resampling of particles and pilots. Also a row of the trace, half filled."""
-        own, count = self.particles, int(state.passed)
-        guides = state.log_likelihood[own:] if self.pilots else state.log_likelihood
+        count, particles = int(state.passed), self.particles
+        guides = state.log_likelihood[particles:] if self.pilots else state.log_likelihood
         beta = self.next_beta(float(state.beta), count, guides)
         gained = (beta - state.beta) * state.log_likelihood
-        weights = state.log_weights + gained[:own]
-        share, error = effective(weights) / own, relative_variance(weights, state.ancestors) ** 0.5
+        weights = state.log_weights + gained[:particles]
+        share, error = effective(weights) / particles, relative_variance(weights, state.ancestors) ** 0.5
         if share == 0:
             raise ArithmeticError(
                 f"{type(self).__name__}: all weights vanished at β = {beta:.3g}: take more temperatures, or more particles"
@@ -207,32 +196,31 @@ class Annealed(Method):
         rows = torch.arange(self.rows, device=state.key.device)
         evidence = state.log_evidence
         if self.resamples(share, beta):
-            rows[:own] = systematic(weights, offsets[0])
+            rows[:particles] = systematic(weights, offsets[0])
             evidence, weights = evidence + log_mean(weights), torch.zeros_like(weights)
         if self.pilots:
-            rows[own:] = own + systematic(gained[own:], offsets[1])
-        note = state.trace.new_tensor([beta, share * own, 0.0, 0.0, 0.0, error])
+            rows[particles:] = particles + systematic(gained[particles:], offsets[1])
+        note = state.trace.new_tensor([beta, share * particles, 0.0, 0.0, 0.0, error])
         return state._replace(
             position=state.position[rows],
             log_likelihood=state.log_likelihood[rows],
             log_prior=state.log_prior[rows],
             log_weights=weights,
-            ancestors=state.ancestors[rows[:own]],
+            ancestors=state.ancestors[rows[:particles]],
             log_evidence=evidence,
             beta=torch.full_like(state.beta, beta),
             passed=state.passed + 1,
         ), note
 
     def _moved(self, target: Density, state: AnnealedState, note: Tensor) -> AnnealedState:
-        """All rows moved under the power of the state."""
-        own, count = self.particles, int(state.passed)
-        guides = slice(own, None) if self.pilots else slice(None)
+        count = int(state.passed)
+        guides = slice(self.particles, None) if self.pilots else slice(None)
         spread = state.position[guides].double().var(0)
         mass = torch.where(torch.isfinite(spread), spread.clamp(min=1e-4 * state.inverse_mass), state.inverse_mass)
         inverse_mass = mass.to(target.dtype)
         bound = target.bound(beta=state.beta.expand(self.rows).clone())
-        found = bound.evaluate(state.position)
-        place = Place(state.position, _sure(found.log_likelihood), found.log_prior, found.gradient)
+        likelihood, prior, gradient = bound.evaluate(state.position)
+        place = Place(state.position, _sure(likelihood), prior, gradient)
         size, accepted, steps = state.step_size, note.new_zeros(()), 0
         for move in range(self.moves):
             length = max(1, min(self.leapfrogs, round(self.trajectory / float(size))))
@@ -251,11 +239,9 @@ class Annealed(Method):
             place = moved.place
             size = size * (CARE * (moved.acceptance[guides].mean() - self.target_acceptance)).exp()
             size = size.clamp(max=self.trajectory)
-            accepted, steps = accepted + moved.acceptance[:own].mean() / self.moves, steps + length
-        trace = state.trace.clone()
-        trace[count - 1] = note + torch.stack(
-            [*accepted.new_zeros(2), accepted, size, accepted.new_tensor(steps), accepted.new_zeros(())]
-        )
+            accepted, steps = accepted + moved.acceptance[: self.particles].mean() / self.moves, steps + length
+        trace, none = state.trace.clone(), accepted.new_zeros(())
+        trace[count - 1] = note + torch.stack([none, none, accepted, size, accepted.new_tensor(steps), none])
         return state._replace(
             position=place.position,
             log_likelihood=place.log_likelihood,
@@ -265,10 +251,7 @@ class Annealed(Method):
             trace=trace,
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def finished(self, state: AnnealedState) -> bool:
-        """At the posterior."""
         return float(state.beta) >= 1
 
     def kept(self, model: Model, run: Run[ModelDensity], state: AnnealedState) -> Weights:
@@ -279,11 +262,8 @@ class Annealed(Method):
         return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}
 
     def caption(self, state: AnnealedState) -> str:
-        """What the progress bar says: the power, how many particles count, how many moves are accepted."""
-        row = dict(zip(TRACED, state.trace[int(state.passed) - 1].tolist()))
-        return (
-            f"β {row['temperature']:.3g}, {row['ess']:,.0f} of {self.particles:,} effective, acceptance {row['acceptance']:.2f}"
-        )
+        beta, ess, acceptance, *_ = state.trace[int(state.passed) - 1].tolist()
+        return f"β {beta:.3g}, {ess:,.0f} of {self.particles:,} effective, acceptance {acceptance:.2f}"
 
     def evidence(self, state: AnnealedState) -> tuple[float, float]:
         """Log p(D) and its standard error, once the posterior is reached; NaN before."""
@@ -293,7 +273,6 @@ class Annealed(Method):
         return value, float(state.trace[int(state.passed) - 1, TRACED.index("error")])
 
     def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ParticlesPosterior:
-        """The particles, with the evidence and what happened on the way."""
         if fitted.interrupted and not self.finished(fitted.state):
             raise KeyboardInterrupt(
                 f"stopped at β = {float(fitted.state.beta):.3g}, before the posterior was reached: there are no draws of it; with "

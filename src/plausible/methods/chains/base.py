@@ -6,6 +6,7 @@ moves all chains once. Everything else is here and in the engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import dataclass
@@ -14,13 +15,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains.adaptation import Slope
+from plausible.blocks.chains import adaptation
+from plausible.blocks.chains.adaptation import Adaptation, Slope, Warmup, first_step
 from plausible.blocks.chains.compiled import faster
-from plausible.blocks.chains.density import Density, ModelDensity
+from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
 from plausible.blocks.chains.gibbs import Hierarchy
+from plausible.blocks.chains.integrators import gradients, integrate
+from plausible.blocks.chains.masses import Metric, check_metric
+from plausible.blocks.chains.trees import DIVERGENT
 from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
+from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, index, stack
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.base import Posterior
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plausible")
 
+STATISTICS = ("acceptance", "divergent", "step_size", "leapfrogs", "energy")
+"""What all kernels know of a transition; some know more."""
 SUMMED, AVERAGED = ("divergent", "leapfrogs"), ("acceptance", "swap")
 """Statistics of a draw that are taken over all transitions since the one before; others are those of the latest."""
 
@@ -70,6 +78,14 @@ class ChainState(NamedTuple):
         """U(0, 1) likewise."""
         return random.uniform(random.fold(self.key, stream), self.step, like)
 
+    @property
+    def evaluation(self) -> Evaluation:
+        return Evaluation(self.log_likelihood, self.log_prior, self.gradient)
+
+    def no_statistics(self, *more: str) -> dict[str, Tensor]:
+        """Those of `STATISTICS` and more, before the first transition."""
+        return {name: torch.zeros_like(self.log_prior) for name in (*STATISTICS, *more)}
+
 
 @dataclass(frozen=True)
 class Chains(Method):
@@ -94,11 +110,9 @@ class Chains(Method):
     precisions_move: ClassVar[bool] = True  # whether `state.precisions` may change from one transition to the next
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
-        for setting, least in (("draws", 1), ("chains", 1), ("warmup", 0), ("thin", 1)):
-            check_count(who, setting, getattr(self, setting), least)
+        check_counts(self, draws=1, chains=1, warmup=0, thin=1)
         if self.init not in ("fresh", "prior", "given"):
-            raise ValueError(f"{who}: init must be 'fresh', 'prior' or 'given', got {self.init!r}")
+            raise ValueError(f"{type(self).__name__}: init must be 'fresh', 'prior' or 'given', got {self.init!r}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # What a kernel provides
@@ -121,19 +135,16 @@ class Chains(Method):
         return target
 
     def warming(self, state: ChainState) -> bool:
-        """Whether the kernel may still adapt."""
         return int(state.step) < self.warmup
 
     # -----------------------------------------------------------------------------------------------------------------
     # What the engine asks for
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """One transition a step, over all data; history has at most some 1,000 entries."""
-        steps = self.warmup + self.draws * self.thin
+        steps = self.warmup + self.draws * self.thin  # history has at most some 1,000 entries
         return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin, unit="transitions")
 
     def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
-        """The density, in the fastest form that pays for so many transitions."""
         target = ModelDensity(model, run.data, self.rows)
         if self.precisions_move:
             hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
@@ -145,15 +156,13 @@ class Chains(Method):
         return fastest(target, run, self.plan(model.num_data).steps * each)
 
     def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> ChainState:
-        """All chains at their starting points."""
         target = run.prepared
         require_memory(
             8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
             key.device,
             f"{type(self).__name__}: {self.rows:,} chains of {target.size:,} weights",
         )
-        position = target.flatten(starting_points(model, run, self.rows, self.init))
-        return self.started(target, position, key)
+        return self.started(target, target.flatten(starting_points(model, run, self.rows, self.init)), key)
 
     def started(self, target: Density, position: Tensor, key: Tensor) -> ChainState:
         """The state at these positions before the first transition, with precisions that are drawn given the weights."""
@@ -172,15 +181,15 @@ class Chains(Method):
             torch.zeros((), dtype=torch.int64, device=key.device),
         )
         bound = self._bound(target, state)
-        found = bound.evaluate(position)
-        finite = torch.isfinite(found.log_likelihood + found.log_prior) & torch.isfinite(found.gradient).all(-1)
+        here = bound.evaluate(position)
+        finite = torch.isfinite(here.log_likelihood + here.log_prior) & torch.isfinite(here.gradient).all(-1)
         if not bool(finite.all()):
             raise ValueError(
                 f"{type(self).__name__}: the log joint or its gradient at the starting points is not finite: standardise inputs "
                 "and targets, or start elsewhere (init='given', or init= an earlier posterior)"
             )
-        check_function(type(self).__name__, bound, position, found.log_likelihood)
-        state = state._replace(**found._asdict())
+        check_function(type(self).__name__, bound, position, here.log_likelihood)
+        state = state._replace(**here._asdict())
         begun = self.begin(self._bound(target, state), state)
         return begun._replace(statistics=self._noted(begun, begun.statistics))
 
@@ -191,8 +200,7 @@ class Chains(Method):
     def step(
         self, model: Model, run: Run[ModelDensity], state: ChainState, batch: Batch
     ) -> tuple[ChainState, dict[str, Tensor]]:
-        """One transition of all chains; the target has the data."""
-        return self.advanced(run.prepared, state)
+        return self.advanced(run.prepared, state)  # the target has the data
 
     def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
@@ -209,33 +217,28 @@ class Chains(Method):
         """Statistics of the transitions since the last draw, of which `state` has those before the latest."""
         if self.thin == 1:
             return latest
-        before, found = state.statistics, dict(latest)
+        before, noted = state.statistics, dict(latest)
         count = 0 if self.warming(state) else (int(state.step) - self.warmup) % self.thin
         if count:
-            found |= {name: before[name] + latest[name] for name in SUMMED if name in latest}
-            found |= {name: (count * before[name] + latest[name]) / (count + 1) for name in AVERAGED if name in latest}
+            noted |= {name: before[name] + latest[name] for name in SUMMED if name in latest}
+            noted |= {name: (count * before[name] + latest[name]) / (count + 1) for name in AVERAGED if name in latest}
         if "energy" in latest:
-            found["energy_change"] = latest["energy"] - before["energy"]
-        return found
+            noted["energy_change"] = latest["energy"] - before["energy"]
+        return noted
 
     def about(self, state: ChainState) -> dict[str, Tensor]:
-        """What is kept of a draw beside its weights: log-likelihood, log prior and statistics, `[chains]` each."""
-        beside = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior, **state.statistics}
-        return index(beside, slice(self.chains))
+        """What is kept of a draw beside its weights, `[chains]` each."""
+        precisions = {f"precision.{name}": value for name, value in state.precisions.items()}
+        joint = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior}
+        return index({**joint, **state.statistics, **precisions}, slice(self.chains))
 
     def kept(self, model: Model, run: Run[ModelDensity], state: ChainState) -> Weights:
-        """Weights, buffers, hyper-parameters and statistics of each chain, by name."""
         target = run.prepared
-        named = {
-            **target.named(state.position),
-            **{PREFIX + name: value for name, value in self.about(state).items()},
-            **{f"{PREFIX}precision.{name}": value for name, value in state.precisions.items()},
-        }
         rest = {name: value.expand(self.chains, *value.shape) for name, value in target.rest.items()}
-        return {**rest, **index(named, slice(self.chains))}
+        weights = index(target.named(state.position), slice(self.chains))
+        return {**rest, **weights, **{PREFIX + name: value for name, value in self.about(state).items()}}
 
     def caption(self, state: ChainState) -> str:
-        """What the progress bar says: warm-up or not, acceptance, step size, R̂ of the log joint."""
         parts = ["warm-up"] if int(state.step) <= self.warmup else []
         for name, form in (("acceptance", "acceptance {:.2f}"), ("step_size", "step {:.2g}")):
             if name in state.statistics:
@@ -245,14 +248,105 @@ class Chains(Method):
         return ", ".join(parts)
 
     def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> Posterior:
-        """The draws of all chains, with what is needed to go on."""
         return ChainsPosterior.of(self, model, run, fitted, chains=self.chains)
 
 
-def check_count(who: str, setting: str, value: Any, least: int) -> None:
-    """Refuse what is no whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{who}: {setting} must be a whole number of at least {least}, got {value!r}")
+class Adapting(Chains):
+    """The base of samplers whose step size and masses adapt; a subclass is a dataclass with the settings below."""
+
+    target_acceptance: float
+    metric: Any
+    step_size: float | None
+    adapt: bool
+    slopes: ClassVar[Slope] = "each"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "target_acceptance", above=0.0, below=1.0)
+        if self.step_size is not None:
+            check_number(self, "step_size", above=0.0)
+        if not self.adapt and self.step_size is None:
+            raise ValueError(f"{type(self).__name__}: adapt=False needs a step_size")
+        check_metric(type(self).__name__, self.metric)
+
+    @property
+    def schedule(self) -> Warmup:
+        """How long, and for what, the kernel adapts."""
+        return Warmup(self.warmup if self.adapt else 0, self.target_acceptance, self.metric, slopes=self.slopes)
+
+    def begin(self, target: Density, state: ChainState) -> ChainState:
+        """A first step size for each chain, and the unit metric."""
+        adapted = adaptation.begin(self.schedule, state.position, self.step_size or 0.1)
+        if self.step_size is None:
+            step = self._first_step(target, state)(adapted.metric, adapted.step)
+            adapted = adaptation.begin(self.schedule, state.position, step)
+        return state._replace(adaptation=adapted, statistics=state.no_statistics())
+
+    def _first_step(self, target: Density, state: ChainState) -> adaptation.Find:
+        scheme = getattr(self, "integrator", "leapfrog")
+
+        def find(metric: Metric, step: Tensor) -> Tensor:
+            noise = state.normal(90, state.position)
+            return first_step(target, metric, state.position, state.evaluation, noise, step, scheme)
+
+        return find
+
+    def trajectory(
+        self,
+        target: Density,
+        state: ChainState,
+        adapted: Adaptation,
+        noise: Tensor,
+        level: Tensor,
+        count: int,
+        scheme: str = "leapfrog",
+    ) -> tuple[ChainState, Point, Point]:
+        """`count` steps from p = M^½ `noise`, accepted where `level` < e^{H − H*}; with both ends of the trajectories."""
+        start = Point(state.position, adapted.metric.momentum(noise), *state.evaluation)
+        end = integrate(target, adapted.metric, start, adapted.step, count, scheme)
+        # H = −log π(q) + ½pᵀM⁻¹p in float64; infinite where it cannot be computed, so that the end is refused
+        before, after = (
+            (adapted.metric.kinetic(at.momentum) - target.value(at.log_likelihood, at.log_prior)).nan_to_num(nan=torch.inf)
+            for at in (start, end)
+        )
+        gain = before - after
+        statistics = {
+            "acceptance": gain.clamp(max=0).exp(),
+            "divergent": (gain < -DIVERGENT).double(),
+            "step_size": adapted.step.clone(),
+            "leapfrogs": torch.full_like(gain, count * gradients(scheme)),
+            "energy": before,
+        }
+        return taken(state, end, level.log() < gain)._replace(statistics=statistics), start, end
+
+    def learned(self, target: Density, new: ChainState, old: ChainState) -> ChainState:
+        """The new state with what its transition taught, in warm-up."""
+        if not self.adapt or not self.warming(old):
+            return new
+        find = self._first_step(target, new) if self.step_size is None else None
+        changed = adaptation.update(
+            old.adaptation, self.schedule, int(old.step), new.position, new.gradient, new.statistics["acceptance"], find
+        )
+        return new._replace(adaptation=changed)
+
+
+def taken(state: ChainState, end: Point | ChainState, accept: Tensor) -> ChainState:
+    """The ends of trajectories where they are accepted, else where they started."""
+    row = accept.unsqueeze(-1)
+    return state._replace(
+        position=torch.where(row, end.position, state.position),
+        gradient=torch.where(row, end.gradient, state.gradient),
+        log_likelihood=torch.where(accept, end.log_likelihood, state.log_likelihood),
+        log_prior=torch.where(accept, end.log_prior, state.log_prior),
+    )
+
+
+def check_counts(method: Any, **least: int) -> None:
+    """Refuse settings that are no whole numbers of at least so much."""
+    for setting, lowest in least.items():
+        value = getattr(method, setting)
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise ValueError(f"{type(method).__name__}: {setting} must be a whole number of at least {lowest}, got {value!r}")
 
 
 def check_function(who: str, target: Density, position: Tensor, log_likelihood: Tensor) -> None:
@@ -274,13 +368,12 @@ def starting_points(model: Model, run: Run[Any], count: int, init: str) -> Weigh
         return stack([index(given, c % there) for c in range(count)])
     if init == "given":
         return stack([model.initial] * count)
-    streams = [random.generator(run.seed, 5, c) for c in range(count)]
-    return stack(
-        [model.reinitialised(stream) if init == "fresh" else model.prior.sample(model.initial, stream) for stream in streams]
-    )
+    fresh = model.reinitialised if init == "fresh" else functools.partial(model.prior.sample, model.initial)
+    return stack([fresh(random.generator(run.seed, 5, c)) for c in range(count)])
 
 
 def _updated(running: Running, value: Tensor) -> Running:
+    # Welford's recursion: sums of squares would cancel, since log joints are large beside their spread
     number = running.number + 1
     delta = value - running.mean
     mean = running.mean + delta / number

@@ -14,9 +14,9 @@ from plausible.blocks.chains import convergence as diagnostics
 from plausible.blocks.chains.adaptation import Variances
 from plausible.blocks.chains.density import Density
 from plausible.blocks.chains.integrators import gradients, scheme_for
-from plausible.core.serialise import check_number
+from plausible.core.serialise import check_number, register
 from plausible.engine.method import Traits
-from plausible.methods.chains.base import Chains, ChainState
+from plausible.methods.chains.base import STATISTICS, Chains, ChainState, taken
 
 DIVERGENT = 1000.0  # nats of energy error of a single step that count as divergent
 WIDTH = 9.0  # logs of energy errors this far from the one that is wanted count e^(−½) as much
@@ -27,7 +27,7 @@ RECORD = 2**20  # numbers kept to estimate that
 PHASES = (0.2, 0.5, 0.7)  # of the warm-up: steps alone; variances; steps in the new shape; then autocorrelations
 
 
-class Tuning(NamedTuple):
+class Motion(NamedTuple):
     """Directions, accumulated errors, and what the warm-up finds: steps ε and lengths L `[chains]`, scales of coordinates `[P]`.
 
     `weighted` and `weight` are the running sums behind ε, `limit` a step that was too long, `moments` those of the
@@ -89,11 +89,11 @@ class Microcanonical(Chains):
                 f"{type(self).__name__}: needs at least two weights to have directions, got {size}; use NUTS or HMC"
             )
         blank = torch.zeros_like(state.log_prior)
-        kept = self.warmup - self._bounds()[-1]
-        columns = max(1, min(size, RECORD // max(1, kept * chains)))
+        recorded = self.warmup - self._bounds()[-1]
+        columns = max(1, min(size, RECORD // max(1, recorded * chains)))
         nothing = blank.new_zeros(chains, size)
         first = self.length or math.sqrt(size)
-        tuning = Tuning(
+        tuning = Motion(
             unit(state.normal(0, state.position)),
             blank,
             torch.full_like(blank, self.step_size or 0.25 * first),
@@ -103,50 +103,33 @@ class Microcanonical(Chains):
             blank.clone(),
             torch.full_like(blank, 1e6),
             Variances(blank[0].clone(), nothing, nothing.clone()),
-            state.position.new_zeros(kept, chains, columns),
+            state.position.new_zeros(recorded, chains, columns),
         )
-        names = ("acceptance", "divergent", "step_size", "leapfrogs", "energy")
-        state = state._replace(statistics={name: blank.clone() for name in names})
-        return state._replace(adaptation=tuning if self.step_size is not None else self._shortened(target, state, tuning))
-
-    def _shortened(self, target: Density, state: ChainState, now: Tuning) -> Tuning:
-        """Steps halved until one of them keeps the energy, so that the first transitions do not leave where chains start."""
-        for _ in range(60):
-            _, change = self._integrated(target, state, now)
+        # steps are halved until one of them keeps the energy, so that the first transitions do not leave where chains start
+        for _ in range(60 if self.step_size is None else 0):
+            _, change = self._integrated(target, state, tuning)
             wild = ~(change.square() <= FIRST * target.size)
             if not bool(wild.any()):
                 break
-            now = now._replace(step=torch.where(wild, 0.5 * now.step, now.step))
-        return now
+            tuning = tuning._replace(step=torch.where(wild, 0.5 * tuning.step, tuning.step))
+        return state._replace(adaptation=tuning, statistics=state.no_statistics())
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
-        """One step of every chain, and new noise in its direction."""
-        now: Tuning = state.adaptation
+        now: Motion = state.adaptation
         moved, change = self._integrated(target, state, now)
         finite = torch.isfinite(change)  # in which the density and the gradient at the end are
-        taken = finite & (change.abs() <= DIVERGENT)
-        rows = taken.unsqueeze(-1)
-        heading = torch.where(rows, moved.adaptation.direction, -now.direction)  # or back where it came from
+        accept = finite & (change.abs() <= DIVERGENT)
+        heading = torch.where(accept.unsqueeze(-1), moved.adaptation.direction, -now.direction)  # or back where it came from
         spread = (torch.expm1(2 * now.step / now.length) / target.size).sqrt().unsqueeze(-1).to(target.dtype)
         direction = unit(heading + spread * state.normal(1, heading))
         change = torch.where(finite, change, torch.inf)
-        now = now._replace(direction=direction, error=now.error + torch.where(taken, change, 0.0))
-        new = state._replace(
-            position=torch.where(rows, moved.position, state.position),
-            gradient=torch.where(rows, moved.gradient, state.gradient),
-            log_likelihood=torch.where(taken, moved.log_likelihood, state.log_likelihood),
-            log_prior=torch.where(taken, moved.log_prior, state.log_prior),
-            statistics={
-                "acceptance": taken.double(),
-                "divergent": (~taken).double(),
-                "step_size": now.step.clone(),
-                "leapfrogs": torch.full_like(change, gradients(self.integrator)),
-                "energy": now.error,
-            },
-        )
+        now = now._replace(direction=direction, error=now.error + torch.where(accept, change, 0.0))
+        cost = torch.full_like(change, gradients(self.integrator))
+        statistics = dict(zip(STATISTICS, (accept.double(), (~accept).double(), now.step.clone(), cost, now.error)))
+        new = taken(state, moved, accept)._replace(statistics=statistics)
         return new._replace(adaptation=self._learned(now, new, change) if self.warming(state) else now)
 
-    def _integrated(self, target: Density, state: ChainState, now: Tuning) -> tuple[ChainState, Tensor]:
+    def _integrated(self, target: Density, state: ChainState, now: Motion) -> tuple[ChainState, Tensor]:
         """One step of the scheme: the new state and its energy error `[chains]`, kinetic less gained log density."""
         kicks, drifts, _ = scheme_for(self.integrator)
         scale = now.step.unsqueeze(-1).to(target.dtype) * now.scale
@@ -157,17 +140,17 @@ class Microcanonical(Chains):
             kinetic = kinetic + gained
             if i < len(drifts):
                 position = position + drifts[i] * scale * direction
-                found = target.evaluate(position)
-                slope = found.gradient
+                there = target.evaluate(position)
+                slope = there.gradient
         before = target.value(state.log_likelihood, state.log_prior)
-        after = target.value(found.log_likelihood, found.log_prior)
-        moved = state._replace(position=position, **found._asdict(), adaptation=now._replace(direction=direction))
+        after = target.value(there.log_likelihood, there.log_prior)
+        moved = state._replace(position=position, **there._asdict(), adaptation=now._replace(direction=direction))
         return moved, kinetic + before - after
 
     # -----------------------------------------------------------------------------------------------------------------
     # Warm-up
 
-    def _learned(self, now: Tuning, new: ChainState, change: Tensor) -> Tuning:
+    def _learned(self, now: Motion, new: ChainState, change: Tensor) -> Motion:
         """After a transition of the warm-up with these energy errors."""
         number = int(new.step)
         first, second, third = self._bounds()
@@ -185,7 +168,7 @@ class Microcanonical(Chains):
                 now = self._lengthened(now)
         return now
 
-    def _stepped(self, now: Tuning, change: Tensor, part: float) -> Tuning:
+    def _stepped(self, now: Motion, change: Tensor, part: float) -> Motion:
         """ε⁶ ∝ the wanted over the found energy variance, in a running average that doubts what is far off."""
         begun = self.initial_energy_variance or self.energy_variance
         wanted = begun ** (1 - part) * self.energy_variance**part
@@ -195,11 +178,12 @@ class Microcanonical(Chains):
         fade = (memory - 1) / (memory + 1)
         weighted = fade * now.weighted + trust * ratio / now.step**6
         weight = fade * now.weight + trust
+        # a step that left the domain says nothing of ε⁶, only that it was too long
         limit = torch.where(torch.isfinite(change), now.limit, 0.8 * torch.minimum(now.step, now.limit))
         step = torch.minimum((weighted / weight).pow(-1 / 6), limit)
         return now._replace(step=step, weighted=weighted, weight=weight, limit=limit)
 
-    def _reshaped(self, now: Tuning) -> Tuning:
+    def _reshaped(self, now: Motion) -> Motion:
         """Scales from the variances, L from their sum; the steps are sought anew around as large a part of L."""
         variance = now.moments.squares / (now.moments.count - 1).clamp(min=1)  # [chains, P]
         size = variance.shape[-1]
@@ -214,7 +198,7 @@ class Microcanonical(Chains):
                 step, limit = step * shrink, torch.full_like(limit, 1e6)
         return now._replace(step=step, limit=limit, length=now.length if self.length is not None else length)
 
-    def _lengthened(self, now: Tuning) -> Tuning:
+    def _lengthened(self, now: Motion) -> Motion:
         """L from autocorrelation times, of each chain the mean over its coordinates."""
         if self.length is not None:
             return now
@@ -224,8 +208,29 @@ class Microcanonical(Chains):
         return now._replace(length=AUTOCORRELATION * times * now.step)
 
 
+@register
+@dataclass(frozen=True)
+class MCLMC(Microcanonical):
+    """dw = u dt, du = (I − uuᵀ)(∇ log p(w, D)/(P − 1) dt + η dW), |u| = 1
+
+    Langevin motion at constant speed, for which p(w | D) is stationary; steps are not corrected (Robnik et al. 2023).
+
+    A transition is one step ε of an `integrator` and a partial refreshment of u that makes it forget itself over a length L.
+    In warm-up each chain's ε is set so that the variance of the energy error is `energy_variance` per weight (from
+    `initial_energy_variance` on), then coordinates are scaled (`metric="diag"`), and L becomes 0.4 autocorrelation times;
+    `step_size` and `length` given are kept. The bias is, relative to variances, about √energy_variance. `energy` is the error
+    so far. Cost: one or two gradients a transition.
+    """
+
+    name: ClassVar[str] = "mclmc"
+
+    @classmethod
+    def conforming(cls) -> MCLMC:
+        # Steps so small that the bias drowns in the noise
+        return cls(draws=50, chains=128, warmup=300, thin=3, energy_variance=1e-5, initial_energy_variance=0.1)
+
+
 def unit(direction: Tensor) -> Tensor:
-    """u/|u|."""
     return direction / direction.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(direction.dtype).tiny)
 
 
@@ -238,17 +243,17 @@ def turned(direction: Tensor, slope: Tensor, time: Tensor) -> tuple[Tensor, Tens
     steep = (slope * slope).sum(-1, dtype=torch.float64).sqrt()
     along = (direction * slope).sum(-1, dtype=torch.float64)
     if slope.device.type != "cpu":
-        own, pull, gained = _turn(steep, along, time, slope.shape[-1], torch)
+        kept, pull, gained = _turn(steep, along, time, slope.shape[-1], torch)
     else:  # a few numbers for each chain: NumPy needs a fifth of the time that tensors need
-        found = _turn(steep.numpy(), along.numpy(), time.numpy(), slope.shape[-1], np)
-        own, pull, gained = map(torch.from_numpy, found)
-    own, pull = (part.unsqueeze(-1).to(direction.dtype) for part in (own, pull))
-    return torch.addcmul(own * direction, pull, slope), gained
+        parts = _turn(steep.numpy(), along.numpy(), time.numpy(), slope.shape[-1], np)
+        kept, pull, gained = map(torch.from_numpy, parts)
+    kept, pull = (part.unsqueeze(-1).to(direction.dtype) for part in (kept, pull))
+    return torch.addcmul(kept * direction, pull, slope), gained
 
 
 def _turn(steep: Any, along: Any, time: Any, size: int, backend: Any) -> tuple[Any, Any, Any]:
     """How much of the old direction and of the slope is in the new one, and the energy gained: `[chains]` each."""
-    steep = steep + 1e-300
+    steep = steep + 1e-300  # where there is no slope, nothing turns
     away, cosine = backend.abs(time) * steep, backend.sign(time) * along / steep
     fallen = backend.exp(-away / (size - 1))
     lost = 1 - fallen

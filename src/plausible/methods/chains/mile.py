@@ -13,7 +13,7 @@ from plausible.core.serialise import register
 from plausible.core.weights import Weights
 from plausible.engine.method import Run, Stage
 from plausible.methods.chains.microcanonical import Microcanonical
-from plausible.methods.ensembles.stacking import Stacked
+from plausible.methods.ensembles.ensemble import Stacked
 from plausible.methods.points.map import MAP, MAPState
 
 if TYPE_CHECKING:
@@ -27,13 +27,10 @@ class MILE(Microcanonical):
 
     A deep ensemble whose members each start a chain (Sommer et al. 2025, microcanonical Langevin ensembles).
 
-    First an ensemble of `chains` members is trained by `mode`, each from a starting point of its own (`init`), with early
-    stopping by default. Then every member is the start of an `MCLMC` chain with a step size and a length of its own: the
-    modes are there already, and warm-up only has to leave them for their surroundings. The published settings are the
-    defaults: the energy variance falls from 0.5 to 0.1 along the warm-up, all coordinates have one scale. These are long
-    steps with a visible bias (`MCLMC`); lower `energy_variance` for less. An earlier posterior given as `init=` of `fit`
-    takes the place of the training. Weights that `where` leaves out stay at their values throughout. Cost: that of the
-    ensemble, and two gradients a transition.
+    An ensemble of `chains` members is trained by `mode`, each from a starting point of its own (`init`); every member then
+    starts an `MCLMC` chain with a step size and a length of its own. The defaults are the published settings: long steps with
+    a visible bias; lower `energy_variance` for less. An earlier posterior given as `init=` of `fit` takes the place of the
+    training. Weights that `where` leaves out stay at their values. Cost: that of the ensemble, and two gradients a transition.
     """
 
     chains: int = 10
@@ -52,7 +49,7 @@ class MILE(Microcanonical):
 
     @classmethod
     def conforming(cls) -> MILE:
-        """Short training, and steps so small that the bias drowns in the noise."""
+        # Short training, and steps so small that the bias drowns in the noise
         return cls(
             draws=50,
             chains=128,
@@ -65,7 +62,6 @@ class MILE(Microcanonical):
         )
 
     def stages(self) -> tuple[Stage, ...]:
-        """The members are trained; then each starts a chain."""
         return (Members(self.mode, self.chains, self.init), self)
 
 

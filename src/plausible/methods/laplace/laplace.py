@@ -51,16 +51,13 @@ class Laplace(Method):
 
     A Gaussian around a mode, with the curvature of the log joint there as its precision (MacKay 1992).
 
-    First `mode` is trained (None takes the module's weights as they are: a pretrained network) and polished on all data, by at
-    most `polish` steps of L-BFGS, or of Gauss and Newton for dense structures of up to 2,000 weights (None: 1,000 where weights
-    × examples are below a million, 100 below 10⁸, else 20); then one pass over the data adds up the curvature. `structure` is
-    what is kept of it, `curvature` which one ("ggn" and "fisher" are the expected Fisher information of the outputs, never
-    indefinite), `where` which of the random weights have a posterior: "all", "last", name patterns, or a number k: the k
-    elements with the largest variance. `predictive` "linearised" is exact for the Gaussian over functions f(x; w*) + J(x)(w −
-    w*); "probit" and "bridge" have class probabilities in closed form; "sampled" puts draws of the weights into the network.
-    `tune` sets the precisions of a Gaussian prior by the evidence, and the learned noise of a Gaussian likelihood; `rounds`
-    times, training on in between, for `online` epochs of `mode` or by polishing. At most the share `negligible` of what
-    is known about any output may be left out of the curvature: a network that is sure of its examples then takes less time.
+    `mode` is trained (None takes the module's weights as they are) and polished on all data, by at most `polish` steps of
+    L-BFGS, or of Gauss and Newton for dense structures of up to 2,000 weights; then one pass adds up the curvature.
+    `structure` is what is kept of it, `where` which weights have a posterior: "all", "last", name patterns, or a number: so
+    many elements with the largest variance. `predictive` "linearised" is exact for f(x; w*) + J(x)(w − w*); "probit" and
+    "bridge" are closed forms for classes; "sampled" puts draws into the network. `tune` sets the precisions of a Gaussian
+    prior and the noise by the evidence, `rounds` times, with `online` epochs of `mode` or polishing in between. At most the
+    share `negligible` of what is known about any output is left out.
     """
 
     structure: StructureName = "kron"
@@ -137,6 +134,7 @@ class Laplace(Method):
             return []
         if self.structure not in ("block", "full") or isinstance(self.where, int):
             return [Polishing(self)]
+        # points and random weights in turn, since each settles given the other; all that is needed for three is planned
         return [stage for turn in range(3) for stage in (Polishing(self, turn), Climbing(self, turn))]
 
     def _adding_up(self, turn: int) -> list[Stage]:
@@ -182,7 +180,6 @@ class Laplace(Method):
         self._check_size(model.restricted(names), data)
 
     def _check_size(self, model: Model, data: Data) -> None:
-        """Refuse what cannot fit before the training."""
         first = next(iter(model.initial.values()))
         with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
             layers = Linearisation(model, {**model.initial, **model.buffers}, next(iter(data.chunks(3))).x).all_layers
@@ -190,14 +187,12 @@ class Laplace(Method):
         if isinstance(self.where, int) and self.where > total:
             raise ValueError(f"Laplace: where={self.where} asks for more weights than there are ({total:,})")
         needed = 5 * self.where**2 if isinstance(self.where, int) else forecast(layers, self.structure, self.rank)
-        log.info(
-            "curvature %r of %s weights: about %.1f MiB", self.structure, f"{total:,}", first.element_size() * needed / 2**20
-        )
-        require(first.element_size() * needed, first.device, self.structure)
+        size = first.element_size() * needed
+        log.info("curvature %r of %s weights: about %.1f MiB", self.structure, f"{total:,}", size / 2**20)
+        require(size, first.device, self.structure)
 
     @classmethod
     def conforming(cls) -> Laplace:
-        """A short way to the mode, and polishing."""
         return cls(mode=MAP.conforming())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:

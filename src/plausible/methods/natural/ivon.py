@@ -35,11 +35,9 @@ class IVON(NaturalGradient):
     def estimate(
         self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
     ) -> Weights:
-        """ε ĝ/σ."""
         ess = model.num_data / model.temperature
         return {name: price(e, draw.gradients[name], state.curvature[name], ess) for name, e in draw.noise.items()}
 
     @classmethod
     def conforming(cls) -> IVON:
-        """Full batches in antithetic pairs, the rate falling to nothing."""
         return cls(epochs=500, batch_size=None, lr=Cosine(0.2), beta2=0.99, clip_radius=math.inf, samples=4, antithetic=True)

@@ -35,13 +35,12 @@ class VOGN(NaturalGradient):
 
     Independent Gaussians over the weights by natural gradients, with the Gauss-Newton curvature of each example (Khan et al. 2018).
 
-    J_i are the derivatives of the outputs (and of the likelihood's own weights) of example i at the drawn weights, B_i the second
-    derivatives of −log p(y_i | outputs). `curvature="gauss-newton"` estimates the diagonal without bias as (Jᵀv)∘(JᵀBv) with
-    random signs v; "empirical" takes the squared gradients of the examples, as the papers do, which is not the curvature of a
-    quadratic loss: it grows and vanishes with the residuals. The examples see the network in evaluation mode (batch norm with its
-    running statistics, no dropout); the gradient for the mean is that of the whole batch in training mode. λ, δ, `lr` and priors
-    as in `IVON`. Cost: `samples` times one forward and backward pass for the batch, one forward and two backward passes
-    (empirical: one) for its examples; memory for the gradients of `chunk_size` examples.
+    J_i are the derivatives of the outputs (and of the likelihood's own weights) of example i at the drawn weights, B_i the
+    second derivatives of −log p(y_i | outputs). "gauss-newton" estimates the diagonal without bias as (Jᵀv)∘(JᵀBv) with random
+    signs v; "empirical" takes squared gradients, as the papers do, which is not the curvature of a quadratic loss. Examples
+    see the network in evaluation mode. λ, δ, `lr` and priors as in `IVON`. Cost: `samples` times a forward and backward pass
+    for the batch, and one forward and two backward passes (empirical: one) for its examples; memory for the gradients of
+    `chunk_size` examples.
     """
 
     curvature: Literal["gauss-newton", "empirical"] = "gauss-newton"
@@ -58,7 +57,6 @@ class VOGN(NaturalGradient):
             check_count(self, "chunk_size", at_least=1)
 
     def prepare(self, model: Model, run: Run[Any]) -> None:
-        """Find out whether single examples of this network have gradients."""
         example = next(iter(run.data.chunks(2)))
         fixed = {**select(model.initial, model.points), **model.buffers}
         try:
@@ -75,17 +73,17 @@ class VOGN(NaturalGradient):
     ) -> Weights:
         """The mean over the batch of the examples' curvatures, and ε∇/σ of the priors that are not Gaussian."""
         fixed = {**select(state.weights, model.points), **draw.joint.buffers}
-        found = self._of_examples(model, draw.weights, fixed, batch, noise)
+        estimates = self._of_examples(model, draw.weights, fixed, batch, noise)
         if (team := getattr(model, "team", None)) is not None:  # this rank has seen its part of the batch
-            found = team.average(num_rows(batch.x), found)
-        rest = [name for name, own in priors.items() if own is None]
+            estimates = team.average(num_rows(batch.x), estimates)
+        rest = [name for name, prior in priors.items() if prior is None]
         if rest:
             negative = lambda w: (-model.prior.log_prob(w) / model.num_data, ())  # noqa: E731
             _, _, slopes = value_and_gradient(negative, select(draw.weights, rest))
             ess = model.num_data / model.temperature
             for name in rest:
-                found[name] = found[name] + price(draw.noise[name], slopes[name], state.curvature[name], ess)
-        return found
+                estimates[name] = estimates[name] + price(draw.noise[name], slopes[name], state.curvature[name], ess)
+        return estimates
 
     def _of_examples(self, model: Model, weights: Weights, fixed: Weights, batch: Batch, noise: Noise) -> Weights:
         """Mean_i weight_i · ĥ_i, some examples at a time."""
@@ -102,8 +100,7 @@ class VOGN(NaturalGradient):
         for start in range(0, rows, chunk):
             part = select_rows(batch, slice(start, start + chunk))
             if signs:
-                own = {name: sign[start : start + chunk] for name, sign in signs.items()}
-                each = gauss_newton(model, weights, fixed, part, own)
+                each = gauss_newton(model, weights, fixed, part, {n: sign[start : start + chunk] for n, sign in signs.items()})
             else:
                 each = squared_gradients(model, weights, fixed, part)
             if part.weight is not None:
@@ -114,7 +111,6 @@ class VOGN(NaturalGradient):
 
     @classmethod
     def conforming(cls) -> VOGN:
-        """Full batches in antithetic pairs, the rate falling to nothing."""
         return cls(epochs=120, batch_size=None, lr=Cosine(0.4), beta2=0.9, clip_radius=math.inf, samples=2, antithetic=True)
 
 
@@ -144,6 +140,7 @@ def gauss_newton(model: Model, weights: Weights, fixed: Weights, batch: Batch, s
         first, second = torch.func.vmap(one, in_dims=(axes, 0), randomness="different")(batch, signs)
     else:
         rows = num_rows(batch.x)
+        # a copy of the weights for each example makes their gradients those of the examples, in one backward pass
         leaves = {name: w.detach().expand(rows, *w.shape).requires_grad_() for name, w in weights.items()}
         with torch.enable_grad():
             here = torch.func.vmap(place, randomness="different")(leaves, batch.x)
@@ -163,8 +160,8 @@ def squared_gradients(model: Model, weights: Weights, fixed: Weights, batch: Bat
 
     axes: Any = Batch(*(None if piece is None else 0 for piece in batch))  # type: ignore[arg-type]
     each = lambda row: value_and_gradient(loss, weights, fixed, row)[2]  # noqa: E731
-    found = torch.func.vmap(each, in_dims=(axes,), randomness="different")(batch)
-    return {name: grad * grad for name, grad in found.items()}
+    grads = torch.func.vmap(each, in_dims=(axes,), randomness="different")(batch)
+    return {name: grad * grad for name, grad in grads.items()}
 
 
 def _dot(one: Weights, other: Weights) -> Tensor:

@@ -53,8 +53,6 @@ class ByMoments(Bound):
         check_number(self, "initial_scale", above=0)
         check_number(self, "warmup", at_least=0, below=1)
 
-    # What subclasses say
-
     def weights_cost(self, model: Model, means: Weights, scales: Weights, prior: Weights) -> Tensor:
         """What the weights cost, in nats: KL(q ‖ p), or what stands for it."""
         raise NotImplementedError
@@ -66,26 +64,22 @@ class ByMoments(Bound):
     def check_layers(self, model: Model, layers: tuple[Layer, ...]) -> None:
         """Refuse networks and likelihoods that are not meant."""
 
-    # The method
-
     def prepare(self, model: Model, run: Run[Any]) -> tuple[Layer, ...]:
-        """Look at the network: its layers, in order."""
         example = next(iter(run.data.chunks(2)))
         layers = check(model, example.x, type(self).__name__)
         self.check_layers(model, layers)
         means, scales = model.initial, {name: torch.ones_like(model.initial[name]) for name in model.random}
         with torch.no_grad():  # a likelihood or a prior without a rule is refused here
-            variances = {n: s * s for n, s in scales.items()}
-            self.expected(model, layers, means, variances, model.buffers, example, train=False)
+            self.expected(model, layers, means, scales, model.buffers, example, train=False)  # 1² = 1
             self.weights_cost(model, select(means, model.random), scales, self.prior_start(model))
         return layers
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
-        """Means at the module's weights, narrow scales."""
         weights = clone(model.initial)
         prime(next(iter(weights.values())), max(self.series, 1), (NODES, NOISE_NODES, SCALE_NODES))
         rhos = {name: torch.full_like(weights[name], self.initial_scale).log() for name in model.random}
-        return {**weights, **_named(RHO, rhos), **_named(PRIOR, self.prior_start(model))}
+        prior = {PRIOR + name: value for name, value in self.prior_start(model).items()}
+        return {**weights, **{RHO + name: rho for name, rho in rhos.items()}, **prior}
 
     def estimate(
         self, model: Model, run: Run[Any], parameters: Weights, batch: Batch, buffers: Weights, key: Tensor, step: Tensor
@@ -127,14 +121,11 @@ class ByMoments(Bound):
         if batch.mask is not None:
             each = torch.where(batch.mask, each, torch.zeros_like(each))
         if batch.weight is not None:
-            each = each.flatten(1).sum(1) if each.ndim > 1 else each
-            each = each * batch.weight
+            each = (each.flatten(1).sum(1) if each.ndim > 1 else each) * batch.weight
         return each.sum() * (model.num_data / num_rows(batch.x)), moved
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        """The exact mean, and the variances 1/Λ_ii: the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""
-        mean, covariance = problem.posterior()
-        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+        return problem.mean_field()
 
 
 def kl(who: str, model: Model, means: Weights, scales: Weights) -> Tensor:
@@ -148,7 +139,3 @@ def kl(who: str, model: Model, means: Weights, scales: Weights) -> Tensor:
             "priors.Gaussian, Laplace or Flat (also by patterns and fan-in), or use MeanField"
         )
     return -entropy(scales) - expected / model.temperature
-
-
-def _named(prefix: str, values: Weights) -> Weights:
-    return {prefix + name: value for name, value in values.items()}

@@ -32,13 +32,11 @@ class DVI(ByMoments):
     Independent Gaussians over the weights by exact gradients of the evidence bound: means and covariances of activations are
     carried through the network, and nothing is sampled (Wu et al. 2019).
 
-    Linear layers are exact; activations get exact means and variances for Gaussian inputs (closed forms for ReLU and LeakyReLU,
-    quadrature for tanh and its kin), and covariances by the first `terms` terms of a series in the correlations.
-    `covariance="diagonal"` leaves covariances out. `empirical_bayes` gives each weight tensor the centred Gaussian prior of
-    variance s* = (Σ(μ² + σ²) + 2β)/(Ω + 2α + 2), Ω its number of weights, α and β the `shape` and `rate` of an inverse gamma law
-    of s. Over the first `warmup` of the steps the KL is weighted by a factor that rises to 1. With `batch_size=None` the result is
-    the same for every seed. Cost a step, for a batch of B and layers of width D: B·D³ with covariances, B·D² without; memory:
-    B·D² numbers a layer.
+    Linear layers are exact; activations get exact means and variances for Gaussian inputs, and covariances by the first
+    `terms` terms of a series in the correlations; `covariance="diagonal"` leaves them out. `empirical_bayes` gives each weight
+    tensor the centred Gaussian prior of variance s* = (Σ(μ² + σ²) + 2β)/(Ω + 2α + 2), Ω its number of weights, α and β the
+    `shape` and `rate` of an inverse gamma law. Over the first `warmup` of the steps the KL's weight rises to 1. Cost a step,
+    for a batch of B and layers of width D: B·D³ with covariances, B·D² without; memory: B·D² numbers a layer.
     """
 
     epochs: int | None = None
@@ -71,12 +69,12 @@ class DVI(ByMoments):
         """KL(q ‖ p); with `empirical_bayes` KL(q ‖ N(0, s*)) − log p(s*) for each weight tensor of the network."""
         if not self.empirical_bayes:
             return kl("DVI", model, means, scales)
-        own = [name for name in means if not name.startswith("likelihood.")]
-        if any(not model.prior.rule(name).precision for name in own):
+        network = [name for name in means if not name.startswith("likelihood.")]
+        if any(not model.prior.rule(name).precision for name in network):
             raise ValueError("DVI: empirical_bayes replaces the scales of centred Gaussian priors, and this prior is another")
-        rest = [name for name in means if name not in own]
-        cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, own))
-        for name in own:
+        rest = [name for name in means if name not in network]
+        cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, network))
+        for name in network:
             squares, count = (means[name].square() + scales[name].square()).sum(), means[name].numel()
             s = (squares + 2 * self.rate) / (count + 2 * self.shape + 2)
             density = 0.5 * count * (math.log(2 * math.pi) + s.log()) + 0.5 * squares / s
@@ -86,7 +84,6 @@ class DVI(ByMoments):
 
     @classmethod
     def conforming(cls) -> DVI:
-        """All data at once, the rate falling to nothing."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.05))
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:

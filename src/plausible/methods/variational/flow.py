@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from plausible.blocks.families.flow import KINDS, FlowFamily, flow_bytes
-from plausible.core.memory import require_memory
-from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
-from plausible.core.weights import Weights, num_elements, select
+from plausible.core.weights import Weights, num_elements
 from plausible.engine.method import Traits
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
@@ -22,11 +20,10 @@ class Flow(Reparameterised):
 
     A normalising flow over all random weights together (Rezende & Mohamed 2015), for small networks.
 
-    f is made of `transforms` autoregressive maps, whose coefficients come from masked networks with two layers of `hidden` units.
-    `kind` is "iaf" (inverse autoregressive, affine: Kingma et al. 2016), "realnvp" (affine coupling) or "nsf" (rational-quadratic
-    splines). q starts as independent Gaussians at the module's weights and can become skewed, curved or have several modes. The
-    density of a draw is exact; KL(q ‖ p) is sampled. Cost of a draw: for P random weights about transforms·hidden·(3P + hidden)
-    multiplications (24P with "nsf"), and as many parameters. Needs zuko: pip install 'plausible[flows]'.
+    f is made of `transforms` autoregressive maps, whose coefficients come from masked networks with two layers of `hidden`
+    units. `kind` is "iaf" (Kingma et al. 2016), "realnvp" (affine coupling) or "nsf" (rational-quadratic splines). Cost of a
+    draw: for P random weights about transforms·hidden·(3P + hidden) multiplications (24P with "nsf"), as many parameters.
+    Needs zuko: pip install 'plausible[flows]'.
     """
 
     transforms: int = 3
@@ -46,20 +43,13 @@ class Flow(Reparameterised):
             raise ValueError(f"Flow: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
 
     def family(self, weights: Weights) -> FlowFamily:
-        """Over all weights flattened."""
         return FlowFamily(weights, self.transforms, self.hidden, self.kind)
 
-    def check_size(self, model: Model) -> None:
-        """The networks of the flow, with gradients and the optimiser's state."""
-        chosen = select(model.initial, model.random)
-        size, width = num_elements(chosen), max(w.element_size() for w in chosen.values())
-        require_memory(
-            flow_bytes(size, self.transforms, self.hidden, self.kind, COPIES * width),
-            next(iter(chosen.values())).device,
-            f"Flow: a flow over {size:,} random weights (where='last' infers fewer, MultiplicativeFlow has a flow for each layer)",
-        )
+    def memory(self, weights: Weights) -> tuple[int, str]:
+        size, width = num_elements(weights), max(w.element_size() for w in weights.values())
+        words = f"a flow over {size:,} random weights (where='last' infers fewer, MultiplicativeFlow has a flow for each layer)"
+        return flow_bytes(size, self.transforms, self.hidden, self.kind, COPIES * width), words
 
     @classmethod
     def conforming(cls) -> Flow:
-        """Full batches, a small flow."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.03), samples=2, initial_scale=0.1, transforms=1, hidden=16)

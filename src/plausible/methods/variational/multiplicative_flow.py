@@ -7,11 +7,9 @@ from typing import ClassVar, Literal
 
 from plausible.blocks.families.flow import KINDS, flow_bytes
 from plausible.blocks.families.multiplicative import MultiplicativeFamily
-from plausible.core.memory import require_memory
-from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, check_number, register
-from plausible.core.weights import Weights, select
+from plausible.core.weights import Weights
 from plausible.engine.method import Traits
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
@@ -23,11 +21,11 @@ class MultiplicativeFlow(Reparameterised):
 
     Gaussian weights whose input units or filters are multiplied by random factors from a flow (Louizos & Welling 2017).
 
-    Each matrix has a factor for each of its inputs and each convolution kernel one for each filter; biases and other weights are
-    independent Gaussians. A flow of `transforms` maps of `kind` ("iaf", "realnvp" or "nsf"), from networks with two layers of
-    `hidden` units, makes the factors of one tensor dependent and of any shape. The auxiliary r(z | w), a flow too, keeps the
-    objective a bound on log p(D). Cost: that of weight sampling, and for a layer of n inputs two flows of about
-    transforms·hidden·(4n + hidden) multiplications, as many parameters, once a draw. Needs zuko: pip install 'plausible[flows]'.
+    Each matrix has a factor for each of its inputs and each convolution kernel one for each filter; biases and other weights
+    are independent Gaussians. A flow of `transforms` maps of `kind` makes the factors of one tensor dependent; the auxiliary
+    r(z | w), a flow too, keeps the objective a bound on log p(D). Cost: that of weight sampling, and for a layer of n inputs
+    two flows of about transforms·hidden·(4n + hidden) multiplications and parameters. Needs zuko: pip install
+    'plausible[flows]'.
     """
 
     transforms: int = 2
@@ -40,9 +38,8 @@ class MultiplicativeFlow(Reparameterised):
         Reparameterised.traits,
         shaping=("factor_scale",),
         bias="weights of different tensors, and outputs given the factors, are independent",
-        tolerance=0.5,
+        tolerance=0.5,  # short runs end between the mean-field optimum and the posterior
     )
-    # short runs end between the mean-field optimum and the posterior
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,21 +50,18 @@ class MultiplicativeFlow(Reparameterised):
             raise ValueError(f"MultiplicativeFlow: kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
 
     def family(self, weights: Weights) -> MultiplicativeFamily:
-        """A flow for each matrix and kernel."""
         return MultiplicativeFamily(weights, self.transforms, self.hidden, self.kind, self.factor_scale)
 
-    def check_size(self, model: Model) -> None:
-        """The networks of all flows, with gradients and the optimiser's state."""
+    def memory(self, weights: Weights) -> tuple[int, str]:
         needed = 0
-        for weight in select(model.initial, model.random).values():
+        for weight in weights.values():
             if weight.ndim >= 2:
                 units = weight.shape[1 if weight.ndim == 2 else 0]
                 settings = (self.transforms, self.hidden, self.kind, COPIES * weight.element_size())
                 needed += flow_bytes(units, *settings) + flow_bytes(units, *settings, context=units)
-        device = next(iter(model.initial.values())).device
-        require_memory(needed, device, "MultiplicativeFlow: its flows (a smaller hidden or fewer transforms need less)")
+        return needed, "its flows (a smaller hidden or fewer transforms need less)"
 
     @classmethod
     def conforming(cls) -> MultiplicativeFlow:
-        """Full batches, small flows, a run that is long enough to find the mean and the size of the variances."""
+        # long enough to find the mean and the size of the variances
         return cls(epochs=250, batch_size=None, lr=Cosine(0.05), samples=2, initial_scale=0.03, transforms=1, hidden=8)

@@ -38,13 +38,11 @@ class Refined(Bound):
 
     Independent Gaussians whose draws are refined by a few sampler steps inside the bound (VIS, Gallego & Ríos Insua 2021).
 
-    A refinement is a Langevin step (`sampler="sgld"`) or a trajectory of `leapfrog` steps ("hmc"), in units of q₀'s scales:
-    w + ½ε²σ²∘∇ log p(w, D) + εσ∘r with r ~ N(0, I). The gradient of the log joint is part of the objective, which is
-    differentiated through it. With `entropy="extended"` that is E log W, W = p(w_T, D) Π N(r'_t) / (q₀(w_0) Π N(r_t)), r'_t the
-    momentum at the end: a bound on the evidence, of all refined and auxiliary variables (Salimans et al. 2015). With "initial" it
-    is the paper's E log p(w_T, D) + H(q₀), which ignores what the sampler does to the entropy and bounds nothing. The result is
-    `draws_kept` refined draws, on all data where batches are the whole data and else each on a batch of its own, with `further`
-    refinements beyond the T of the bound: Metropolis-adjusted on all data, as they are on batches. Cost:
+    A refinement is a Langevin step (`sampler="sgld"`) or a trajectory of `leapfrog` steps ("hmc"), in units of q₀'s scales: w
+    + ½ε²σ²∘∇ log p(w, D) + εσ∘r with r ~ N(0, I); the objective is differentiated through it. With `entropy="extended"` that
+    is E log W, W = p(w_T, D) Π N(r'_t) / (q₀(w_0) Π N(r_t)), r'_t the momentum at the end: a bound on the evidence (Salimans
+    et al. 2015). With "initial" it is the paper's E log p(w_T, D) + H(q₀), which bounds nothing. The result is `draws_kept`
+    refined draws, on all data where batches are, with `further` refinements: Metropolis-adjusted on all data. Cost:
     `samples`·(1 + T·leapfrog) gradients a step, differentiated.
     """
 
@@ -91,17 +89,14 @@ class Refined(Bound):
         return self.leapfrog if self.sampler == "hmc" else 1
 
     def stages(self) -> tuple[Stage, ...]:
-        """The bound is maximised; then draws are refined."""
         return (self, Refining(self))
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
-        """Means at the module's weights, narrow scales."""
         weights = clone(model.initial)
         scales = {SCALE + name: torch.full_like(weights[name], math.log(self.initial_scale)) for name in model.random}
-        first = next(iter(weights.values()))
         learnt = {}
         if self.learn_step_size and self.refinements:
-            learnt = {STEP: torch.full((), math.log(self.step_size), dtype=first.dtype, device=first.device)}
+            learnt = {STEP: next(iter(weights.values())).new_full((), math.log(self.step_size))}
         return {**weights, **scales, **learnt}
 
     def estimate(
@@ -142,7 +137,7 @@ class Refined(Bound):
 
     @classmethod
     def conforming(cls) -> Refined:
-        """Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior."""
+        # Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior
         return cls(epochs=250, batch_size=None, lr=Cosine(0.05), refinements=1, initial_scale=0.1, draws_kept=1000, further=30)
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
@@ -199,7 +194,6 @@ class Refining(Stage):
     def step(
         self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch
     ) -> tuple[RefiningState, dict[str, Tensor]]:
-        """The next group."""
         sources, done, number = run.prepared, int(state.done), int(state.groups)
         high, low = state.key.tolist()
         count = min(sources.group, self.method.draws_kept - done)
