@@ -19,10 +19,10 @@ from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
 from plausible.core.weights import clone, num_bytes
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.checkpoint import Checkpointer
-from plausible.engine.method import DivergenceError, Fitted, Method, Plan, Run, Stage
+from plausible.engine.method import DivergenceError, Fitted, Info, Method, Plan, Run, Stage
 from plausible.engine.ranks import Team, Vote
 from plausible.engine.source import Source
-from plausible.engine.stepper import Captured, Eager, Info, StepMode, Stepper, make
+from plausible.engine.stepper import Captured, Eager, StepMode, Stepper, make
 from plausible.engine.stopping import Stopping
 from plausible.engine.watching import Interrupt, Monitor, Progress
 

@@ -116,6 +116,8 @@ class Plan:
 
 
 Prepared = TypeVar("Prepared")
+Info = dict[str, Tensor]
+"""What a step logs: 0-d tensors, or one number for each member."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +192,7 @@ class Stage:
         """The starting state."""
         raise NotImplementedError
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """The next state, and numbers to log. For *sample* stages `batch` is all data, or None where only a loader has them."""
         raise NotImplementedError
 

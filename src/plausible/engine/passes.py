@@ -11,7 +11,7 @@ from torch import Tensor
 from plausible.core.data import Batch, Data, StreamData, num_rows
 from plausible.core.model import Model
 from plausible.core.passes import Estimator
-from plausible.engine.method import Plan, Run, Stage, Traits
+from plausible.engine.method import Info, Plan, Run, Stage, Traits
 
 ENDLESS = 2**62
 
@@ -80,7 +80,7 @@ class Pass(Stage):
     def start(self, model: Model, run: Run[Any], key: Tensor) -> PassState:  # noqa: ARG002
         return PassState(self.estimator(model, run), run.data)
 
-    def step(self, model: Model, run: Run[Any], state: PassState, batch: Batch) -> tuple[PassState, dict[str, Tensor]]:  # noqa: ARG002
+    def step(self, model: Model, run: Run[Any], state: PassState, batch: Batch) -> tuple[PassState, Info]:  # noqa: ARG002
         if not state.over:
             state.advance()
         if state.over and state.estimator is not None:

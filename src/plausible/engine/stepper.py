@@ -22,13 +22,12 @@ from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.transforms import compiled as compiled_function
 from plausible.core.weights import clone, copy_into
-from plausible.engine.method import Run
+from plausible.engine.method import Info, Run
 from plausible.engine.source import Source
 
 log = logging.getLogger("plausible")
 StepMode = Literal["eager", "captured", "compiled", "compiled+captured"]
-Step = Callable[[Model, Run[Any], Any, Batch], tuple[Any, dict[str, Tensor]]]
-Info = dict[str, Tensor]
+Step = Callable[[Model, Run[Any], Any, Batch], tuple[Any, Info]]
 
 # Steps above which compiling repays itself on a CPU (docs/performance.md): (weights per model, for one model, for stacked ones).
 # Small steps are ruled by overhead, which compiling removes; large ones by arithmetic, which it leaves.

@@ -7,7 +7,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ from plausible.core import weights as tree
 from plausible.core.data import ArrayData, Data, as_data, as_inputs, num_rows, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
-from plausible.core.networks import Where, choose_device
+from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
 from plausible.core.weights import Weights
 from plausible.posteriors import pruning, saving
@@ -126,7 +125,6 @@ class Posterior(ABC):
         )
 
     def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
-        """The inputs and draws of a prediction, checked."""
         inputs = self.inputs(x)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
@@ -134,7 +132,6 @@ class Posterior(ABC):
         return inputs, check_draws(draws)
 
     def inputs(self, x: Any) -> Any:
-        """Inputs as the network takes them, checked."""
         like = example_of(self.model)
         inputs = as_inputs(x, dtype=like.dtype, device=like.device)
         if num_rows(inputs) == 0:
@@ -151,25 +148,13 @@ class Posterior(ABC):
     def check_shape(self, shape: Sequence[int]) -> None:
         """Refuse outputs of another shape than those of the fit."""
         if tuple(shape) != tuple(self.model.output_shape):
-            raise ValueError(
-                f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave "
-                f"{tuple(self.model.output_shape)}"
-            )
+            fitted = tuple(self.model.output_shape)
+            raise ValueError(f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave {fitted}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pruning
 
-    def prune(
-        self,
-        fraction: float | None = None,
-        *,
-        threshold: float | None = None,
-        by: pruning.Criterion = "snr",
-        where: Where = None,
-        per_layer: bool = False,
-    ) -> Self:
-        """The same posterior with the least useful weights at exactly 0 in every draw; see `plausible.pruning.prune`."""
-        return pruning.prune(self, fraction, threshold=threshold, by=by, where=where, per_layer=per_layer)
+    prune = pruning.prune
 
     @property
     def masks(self) -> Weights:
@@ -202,7 +187,7 @@ class Posterior(ABC):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was ended early by Ctrl-C."""
+        """By Ctrl-C."""
         return bool(self.run.get("interrupted", False))
 
     @property
@@ -247,18 +232,16 @@ class Posterior(ABC):
         return f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}\n{body}"
 
     def __repr__(self) -> str:
-        count = tree.num_elements({n: self.model.initial[n] for n in self.model.random})
-        data = f"{self.model.num_data:,} examples"
-        return f"<{type(self).__name__} by {self.method_name}: {count:,} random weights, {data}>"
+        count = tree.num_elements(tree.select(self.model.initial, self.model.random))
+        who = f"{type(self).__name__} by {self.method_name}"
+        return f"<{who}: {count:,} random weights, {self.model.num_data:,} examples>"
 
     def to(self, device: torch.device | str) -> Self:
         """The same posterior on another device."""
         target = choose_device(self.model.network, device)
         return saving.placed(self, self.model.to(target), target)  # type: ignore[return-value]
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write a folder of safetensors and JSON: no pickle, nothing half written."""
-        return saving.save(self, path, overwrite=overwrite)
+    save = saving.save
 
 
 @contextlib.contextmanager

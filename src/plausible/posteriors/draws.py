@@ -38,7 +38,6 @@ class DrawsPosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:
-        """From what a run left."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended during burn-in")
         return cls(method, model, record_of(fitted), fitted.draws, chains)
@@ -102,7 +101,6 @@ class DrawsPosterior(Posterior):
     # What they say
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
-        """R̂ and effective sample sizes over all draws in chain order, of f(x) or of the weights; see `Posterior`."""
         return diagnostics.convergence(self, x)
 
     def verdict(self, x: Any = None) -> str:

@@ -193,7 +193,6 @@ class Counts(Mixture):
 
     @property
     def mean(self) -> Tensor:
-        """e^{m + v/2}."""
         return torch.exp(self.log_mean + 0.5 * self.scale.square())[None]
 
     @property
@@ -208,11 +207,9 @@ class Counts(Mixture):
 
     @property
     def variance(self) -> Tensor:
-        """Both together."""
         return (self.noise + self.rate_variance)[None]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of the counts `value`, elementwise."""
         value = value.to(self.log_mean)
         middle = self._mode(value)
         width = torch.rsqrt(1 + self.scale.square() * self._slope(value, self.log_mean + self.scale * middle)[1])
@@ -241,7 +238,6 @@ class Counts(Mixture):
         return 0.5 * (low + high)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise."""
         k = value.to(self.log_mean).floor()
         above = k.clamp(min=0) + 1
         against = 1 / (1 + above / self.dispersion)  # 1 for Poisson

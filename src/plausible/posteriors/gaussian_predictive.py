@@ -17,7 +17,7 @@ from torch import Tensor, distributions
 
 from plausible.blocks.moments.gaussians import Moments
 from plausible.core import likelihoods, random
-from plausible.core.likelihoods import Likelihood, Scaled
+from plausible.core.likelihoods import Likelihood
 from plausible.core.special import widest
 from plausible.posteriors import gaussian_integrals as integrals
 from plausible.posteriors.predictive import _COPIES, BLOCK_BYTES, BUDGET_BYTES, Draws, Predictive, _Summary
@@ -107,40 +107,16 @@ class GaussianPredictive(Predictive):
         if not isinstance(mean, Tensor) or mean.ndim < 1 or not mean.is_floating_point():
             got = f"{mean.dtype} {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
             raise ValueError(f"mean must be a floating-point tensor of shape [inputs, ...], got {got}")
-        return cls(
-            likelihood,
-            lambda rows: (mean[rows], covariance[rows]),
-            num_inputs=len(mean),
-            output_shape=tuple(mean.shape[1:]),
-            noise=noise,
-            **settings,
-        )
+        moments = lambda rows: (mean[rows], covariance[rows])  # noqa: E731
+        return cls(likelihood, moments, num_inputs=len(mean), output_shape=tuple(mean.shape[1:]), noise=noise, **settings)
 
     def __repr__(self) -> str:
-        way = f", way={self.way!r}" if self.likelihood.kind in CLASSES else ""
-        return (
-            f"GaussianPredictive({self.likelihood}, inputs={self.num_inputs}, draws={self.num_draws}, "
-            f"outputs={list(self.output_shape)}{way})"
-        )
+        way = f", way={self.way!r})" if self.likelihood.kind in CLASSES else ")"
+        return super().__repr__().removesuffix(")") + way
 
-    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> GaussianPredictive:
-        """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
-        result = GaussianPredictive(
-            Scaled(self.likelihood, loc, scale),
-            self._given,
-            num_inputs=self.num_inputs,
-            output_shape=self.output_shape,
-            noise=self.noise,
-            draws=self._source,
-            num_draws=self.num_draws,
-            nodes=self._nodes,
-            seed=self.seed,
-            budget_bytes=self._budget,
-        )
-        result._kept, result._whole = self._kept, self._whole
-        if self._kept is not None:
-            result._dtype = result._returned(self._kept.mean)
-        return result
+    @property
+    def _held(self) -> Tensor | None:
+        return super()._held if self._kept is None else self._kept.mean
 
     # -----------------------------------------------------------------------------------------------------------------
     # Moments, block by block
@@ -191,15 +167,10 @@ class GaussianPredictive(Predictive):
         """Draws of N(m, V), each input on its own: a function of the seed and the number of the input."""
         f = self._moments(rows)
         groups = range(rows.start // _GROUP, -(-rows.stop // _GROUP))
-        z = torch.cat(
-            [
-                random.normals(self.seed, 29, group, count=self.num_draws * _GROUP * self._size, like=f.mean).reshape(
-                    self.num_draws, _GROUP, self._size
-                )
-                for group in groups or range(1)
-            ],
-            1,
-        )[:, rows.start - groups.start * _GROUP :][:, : len(f.mean)]
+        shape = (self.num_draws, _GROUP, self._size)
+        drawn = [random.normals(self.seed, 29, group, count=math.prod(shape), like=f.mean) for group in groups or range(1)]
+        start = rows.start - groups.start * _GROUP
+        z = torch.cat([part.reshape(shape) for part in drawn], 1)[:, start : start + len(f.mean)]
         if (covariance := integrals.matrix(f)) is not None:
             half = integrals.root(covariance.to(widest(covariance.device))).to(z)
             noise = torch.einsum("npk,snk->snp", half, z)
@@ -233,26 +204,17 @@ class GaussianPredictive(Predictive):
     def _summary(self) -> _Summary:
         if self.likelihood.kind in CLASSES:
             return _Summary(*self._binary_last(self._classes[1:]))
+        blocks = self._functions(self._work)
         return _Summary(
-            *self._joined(
-                integrals.summary(self.likelihood, f, self.output_shape, self._wide(f)) for _, f in self._functions(self._work)
-            )
+            *self._joined(integrals.summary(self.likelihood, f, self.output_shape, self._wide(f)) for _, f in blocks)
         )
 
     @property
     def mean(self) -> Tensor:
-        """E[y], shaped like the targets; for classes the probabilities [N, ..., C]."""
         return self._binary_last(self._probit[1:2])[0] if self.way == "probit" else self._summary.mean
 
     @property
-    def probs(self) -> Tensor:
-        """P(y = c) for classes, [N, ..., C]; P(y = 1) for binary targets, [N] or [N, L]."""
-        self._need("probs", CLASSES, "use mean, std, quantile or interval")
-        return self.mean
-
-    @property
     def entropy(self) -> Tensor:
-        """H[y] in nats, [N]: all uncertainty about the class. For binary targets of each label, [N] or [N, L]."""
         return self._probit[2] if self.way == "probit" else self._entropies("entropy")[0]
 
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
@@ -356,11 +318,6 @@ class GaussianPredictive(Predictive):
         return Moments(mean, blocks.reshape(*mean.shape, classes))
 
 
-def _spread(logits: Moments) -> Tensor:
-    """The variance of each logit, [n, ..., C]."""
-    return logits.variance.clamp(min=0)
-
-
 def _difference(logits: Moments) -> tuple[Tensor, Tensor]:
     """Mean and variance of f_1 − f_0, [n, ...]."""
     variance = logits.variance.sum(-1)
@@ -375,14 +332,14 @@ def _probit(logits: Moments) -> Tensor:
         mean, variance = _difference(logits)
         odds = mean * torch.rsqrt(1 + math.pi / 8 * variance)
         return F.logsigmoid(torch.stack([-odds, odds], -1))
-    return (logits.mean * torch.rsqrt(1 + math.pi / 8 * _spread(logits))).log_softmax(-1)
+    return (logits.mean * torch.rsqrt(1 + math.pi / 8 * logits.variance.clamp(min=0))).log_softmax(-1)
 
 
 def _bridge(logits: Moments) -> Tensor:
     """Log α of the Dirichlet, [n, ..., C]: α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c of the logits less their mean."""
     classes = logits.mean.shape[-1]
     mean = logits.mean - logits.mean.mean(-1, keepdim=True)
-    variance = _spread(logits)
+    variance = logits.variance.clamp(min=0)
     if logits.covariance is not None and logits.covariance.ndim > logits.mean.ndim:
         rows = logits.covariance.mean(-1)
     else:

@@ -92,7 +92,6 @@ class Law(ABC):
         """KL(q ‖ p) in nats of the weights that `masks` keep; where there is no closed form over `samples` draws."""
 
     def status(self, name: str) -> str:  # noqa: ARG002
-        """How the weight of this name was inferred, in words."""
         return "inferred"
 
     @property
@@ -105,6 +104,7 @@ class Law(ABC):
         """Draws number first … first + count − 1, stacked."""
         like, block = self.noise, self.block
         size = len(like)
+        # whole blocks are drawn, also where part of one is asked for: draw s is the same in whatever company
         numbers = range(first // block, -(-(first + count) // block))
         drawn = [random.normals(seed, purpose, k, count=block * size, like=like) for k in numbers]
         whole = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(-1, size)
@@ -171,13 +171,11 @@ class DiagonalGaussian(Law):
             stream = random.generator(seed, 11)
             parts = []
             for _ in range(samples):
-                drawn = {
-                    n: wide[n] + scales[n] * torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n])
-                    for n in rest
-                }
+                normal = {n: torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n]) for n in rest}
+                drawn = {n: wide[n] + scales[n] * noise for n, noise in normal.items()}
                 if masks:
-                    densities = {n: prior.elementwise(n, w) for n, w in drawn.items()}
-                    parts.append(torch.stack([d.sum() for d in unpruned(densities, masks).values()]).sum())
+                    densities = unpruned({n: prior.elementwise(n, w) for n, w in drawn.items()}, masks)
+                    parts.append(torch.stack([d.sum() for d in densities.values()]).sum())
                 else:
                     parts.append(prior.log_prob(drawn))
             value = value - torch.stack(parts).mean()
@@ -225,8 +223,7 @@ class FamilyLaw(Law):
         return next(iter(self._noises.values())).new_empty(1).expand(tree.num_elements(self._noises))
 
     def sample(self, noise: Tensor, first: int) -> Weights:
-        drawn = [self._drawn(self.family, self.parameters, part, first + k).weights for k, part in enumerate(noise)]
-        return tree.stack(drawn)
+        return tree.stack([self._drawn(self.family, self.parameters, row, first + k).weights for k, row in enumerate(noise)])
 
     def _drawn(self, family: Family, parameters: Weights, flat: Tensor, number: int) -> Any:
         like = self._noises if family is self.family else family.noise(parameters)
@@ -238,22 +235,21 @@ class FamilyLaw(Law):
 
     @property
     def means(self) -> Weights:  # type: ignore[override]
-        """In closed form, or over 1,000 draws where the family has none."""
         return self._moments[0]
 
     @property
     def scales(self) -> Weights:  # type: ignore[override]
-        """In closed form, or over 1,000 draws where the family has none."""
         return self._moments[1]
 
     @functools.cached_property
     @torch.no_grad()
     def _moments(self) -> tuple[Weights, Weights]:
+        """In closed form, or over 1,000 draws where the family has none."""
         means, scales = self.family.means(self.parameters), self.family.scales(self.parameters)
         if means is not None and scales is not None:
             return means, scales
         totals = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.family.like.items()}
-        for number in range(MOMENT_DRAWS):
+        for number in range(MOMENT_DRAWS):  # one at a time: a thousand draws need not fit into memory
             drawn = self.draws(number, 1, 0, purpose=12)
             for name, (mean, square) in totals.items():  # Welford's recursion
                 gap = drawn[name][0] - mean
@@ -313,9 +309,8 @@ class LawPosterior(Posterior):
     @classmethod
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
         law = laws[content.settings["law"]].rebuilt(method, model, content)
-        return cls(
-            method, model, run, law, content.group("point", {**tree.select(model.initial, model.points), **model.buffers})
-        )
+        fixed = {**tree.select(model.initial, model.points), **model.buffers}
+        return cls(method, model, run, law, content.group("point", fixed))
 
     @property
     def means(self) -> Weights:
@@ -323,7 +318,6 @@ class LawPosterior(Posterior):
 
     @property
     def scales(self) -> Weights:
-        """Standard deviations of the weights, by name."""
         return self.kept(self.law.scales)
 
     @property
@@ -344,9 +338,8 @@ class LawPosterior(Posterior):
 
     def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
         source = lambda first, count: self.kept(self.law.draws(first, count, seed))  # noqa: E731
-        total, block = self.num_draws(draws), self.law.block
-        options: Any = {"fixed": self.points, "batch_size": batch_size, "block": block}
-        return Draws(*outputs_of_draws(self.model, source, total, inputs, **options))
+        options: Any = {"fixed": self.points, "batch_size": batch_size, "block": self.law.block}
+        return Draws(*outputs_of_draws(self.model, source, self.num_draws(draws), inputs, **options))
 
     def try_inputs(self, inputs: Any) -> None:
         try_network(self, inputs)

@@ -66,7 +66,6 @@ class CurvedGaussian(Law):
 
     @cached_property
     def factor(self) -> Tensor:
-        """s, as a tensor."""
         first = next(iter(self.means.values()))
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
@@ -142,10 +141,9 @@ class CurvedGaussian(Law):
         return float(-entropy - closed)
 
     def status(self, name: str) -> str:
-        words = {"diagonal": "diagonal", "dense": "full covariance", "kronecker": "Kronecker factors"}
-        words |= {"low-rank": "low rank", "subset": "subnetwork"}
+        words = {"dense": "full covariance", "kronecker": "Kronecker factors", "low-rank": "low rank", "subset": "subnetwork"}
         block = next((b for b in self.curvature.blocks if name in b.names), None)
-        return "inferred" if block is None else f"inferred, {words[block.kind]}"
+        return "inferred" if block is None else f"inferred, {words.get(block.kind, block.kind)}"
 
 
 class LaplacePosterior(LawPosterior):
@@ -178,9 +176,8 @@ class LaplacePosterior(LawPosterior):
     def content(self) -> Content:
         plain = super().content()
         evidence = None if self.evidence is None else [float(v) for v in self.evidence]
-        return replace(
-            plain, settings={**plain.settings, "predictive": self.predictive, "report": self.report, "evidence": evidence}
-        )
+        seen = {"predictive": self.predictive, "report": self.report, "evidence": evidence}
+        return replace(plain, settings={**plain.settings, **seen})
 
     @classmethod
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
@@ -224,8 +221,7 @@ class LaplacePosterior(LawPosterior):
     def with_predictive(self, predictive: str) -> LaplacePosterior:
         """The same Gaussian over the weights, seen by another of the predictives "linearised", "probit", "bridge" and "sampled"."""
         if predictive not in PREDICTIVES:
-            known = ", ".join(map(repr, PREDICTIVES))
-            raise ValueError(f"predictive must be one of {known}, got {predictive!r}")
+            raise ValueError(f"predictive must be one of {', '.join(map(repr, PREDICTIVES))}, got {predictive!r}")
         other = copy(self)
         other.predictive = predictive
         return other
@@ -249,24 +245,17 @@ class LaplacePosterior(LawPosterior):
             blocks.append({name: drawn[name] - mean for name, mean in means.items()})
         outputs: Tensor | None = None
         for start in range(0, rows, size):
-            f, moved = self._along(at, take(inputs, slice(start, start + size)), blocks)
+            with torch.enable_grad():
+                f, parts = at(take(inputs, slice(start, start + size)), unit_columns)
             self.check_shape(f.shape[1:])
+            along = [torch.stack([projected(part, delta) for part in parts]).sum(0) for delta in blocks]  # [S, K, B] each
+            moved = torch.cat(along).transpose(1, 2)
             if outputs is None:
                 outputs = f.new_empty(total, rows, *f.shape[1:])
             outputs[:, start : start + size] = f + moved.reshape(total, *f.shape)
         assert outputs is not None
         noise = {name: self.points[name] for name in self.model.likelihood_names}
         return Draws(outputs, {name: value.expand(total, *value.shape) for name, value in noise.items()})
-
-    def _along(self, at: Linearisation, x: Any, blocks: list[Weights]) -> tuple[Tensor, Tensor]:
-        """f(x; w*) [B, *O] and J(x)δ for all δ: [S, B, O]."""
-        with torch.enable_grad():
-            f, parts = at(x, unit_columns)
-        along = []
-        for moved in blocks:
-            each = [projected(part, moved) for part in parts]  # [S, K, B]
-            along.append(torch.stack(each).sum(0).transpose(1, 2))
-        return f, torch.cat(along)
 
     def moments(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, *outputs] and covariance [N, P, P] of f(x), over the P outputs of each input.
@@ -278,26 +267,22 @@ class LaplacePosterior(LawPosterior):
     def _moments(self, inputs: Any) -> tuple[Tensor, Tensor]:
         at = self._linearisation(inputs)
         columns = math.prod(self.model.output_shape)
-        many = columns > MANY_OUTPUTS and self._final(inputs)
+        known = all(isinstance(block, Kronecker) for block in self.curvature.blocks)
+        many = columns > MANY_OUTPUTS and known and is_final(at, self.model)
         size = choose_chunk(at, 1 if many else columns, self.device)
         means, covariances = [], []
-        rows = num_rows(inputs)
-        for start in range(0, rows, size):
+        for start in range(0, num_rows(inputs), size):
             x = take(inputs, slice(start, start + size))
+            # the Jacobian of a last layer is its input, which one backward pass of zeros records
             f, parts = at(x, (lambda f: torch.zeros_like(f)[None]) if many else unit_columns)
             with torch.no_grad():
                 if many:
-                    block = self.curvature.blocks
-                    c = parts[0].columns[:, 0, 0]
-                    covariances.append(_final_variances(block, c, self.precision, self.law.factor))
+                    inner = parts[0].columns[:, 0, 0]
+                    covariances.append(_final_variances(self.curvature.blocks, inner, self.precision, self.law.factor))
                 else:
                     covariances.append(self.curvature.covariance(parts, self.precision, self.law.factor))
             means.append(f)
         return torch.cat(means), torch.cat(covariances)
-
-    def _final(self, inputs: Any) -> bool:
-        known = all(isinstance(block, Kronecker) for block in self.curvature.blocks)
-        return known and is_final(self._linearisation(inputs), self.model)
 
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""

@@ -29,7 +29,6 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, parts: Sequence[Posterior]) -> Self:
-        """From what a run left."""
         return cls(method, model, record_of(fitted), parts)
 
     def content(self) -> Content:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -85,15 +86,10 @@ class Predictive:
         if not isinstance(outputs, Tensor) or outputs.ndim < 2 or not outputs.is_floating_point():
             got = f"{outputs.dtype} {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(f"outputs must be a floating-point tensor of shape [draws, inputs, ...], got {got}")
-        draws, inputs = outputs.shape[:2]
-        likelihood_weights = dict(weights or {})
-        result = Predictive(
-            likelihood,
-            lambda rows: Draws(outputs[:, rows], likelihood_weights),
-            num_inputs=inputs,
-            num_draws=draws,
-            output_shape=tuple(outputs.shape[2:]),
-        )
+        draws, inputs, *shape = outputs.shape
+        known = dict(weights or {})
+        source = lambda rows: Draws(outputs[:, rows], known)  # noqa: E731
+        result = Predictive(likelihood, source, num_inputs=inputs, num_draws=draws, output_shape=tuple(shape))
         result._whole = result._fetch(slice(0, inputs))
         return result
 
@@ -101,10 +97,8 @@ class Predictive:
         return self.num_inputs
 
     def __repr__(self) -> str:
-        return (
-            f"Predictive({self.likelihood}, inputs={self.num_inputs}, draws={self.num_draws}, "
-            f"outputs={list(self.output_shape)})"
-        )
+        sizes = f"inputs={self.num_inputs}, draws={self.num_draws}, outputs={list(self.output_shape)}"
+        return f"{type(self).__name__}({self.likelihood}, {sizes})"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Draws, block by block
@@ -117,9 +111,8 @@ class Predictive:
             raise ValueError(f"source gave outputs of shape {list(outputs.shape)} for {rows}, expected {list(expected)}")
         for name, weight in weights.items():
             if weight.shape[:1] != (self.num_draws,):
-                raise ValueError(
-                    f"weight {name!r} needs a leading axis of {self.num_draws} draws, got shape {list(weight.shape)}"
-                )
+                got = list(weight.shape)
+                raise ValueError(f"weight {name!r} needs a leading axis of {self.num_draws} draws, got shape {got}")
         self._dtype = self._returned(outputs)
         return Draws(outputs.detach(), weights)
 
@@ -162,7 +155,6 @@ class Predictive:
             yield rows, self.likelihood(outputs, weights)
 
     def _first_law(self) -> distributions.Distribution:
-        """That of the first input alone."""
         return self.likelihood(*self._draws(slice(0, min(1, self.num_inputs))))
 
     def _law_of_functions(self) -> tuple[Tensor, Tensor] | None:
@@ -242,7 +234,7 @@ class Predictive:
     def probs(self) -> Tensor:
         """P(y = c) for classes, [N, ..., C]; P(y = 1) for binary targets, [N] or [N, L]."""
         self._need("probs", ("classes", "binary"), "use mean, std, quantile or interval")
-        return self._summary.mean
+        return self.mean
 
     @property
     def entropy(self) -> Tensor:
@@ -366,19 +358,20 @@ class Predictive:
             picks = torch.randint(self.num_draws, (n,)).to(device)  # before the noise, from the same stream
             return self._collect(draw, axis=1, draws=n + self.num_draws)[0]
 
-    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Predictive:
+    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Self:
         """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
-        result = Predictive(
-            Scaled(self.likelihood, loc, scale),
-            self._source,
-            num_inputs=self.num_inputs,
-            num_draws=self.num_draws,
-            output_shape=self.output_shape,
-            budget_bytes=self._budget,
-        )
-        if self._whole is not None:
-            result._whole, result._dtype = self._whole, result._returned(self._whole.outputs)
+        result = copy(self)  # draws or moments that are there already serve both; summaries are those of y
+        for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
+            del vars(result)[name]
+        result.likelihood = Scaled(self.likelihood, loc, scale)
+        if (held := self._held) is not None:
+            result._dtype = result._returned(held)
         return result
+
+    @property
+    def _held(self) -> Tensor | None:
+        """Outputs that were computed and kept."""
+        return None if self._whole is None else self._whole.outputs
 
     def _targets(self, y: Any) -> Tensor:
         targets = as_tensor(y, "y")

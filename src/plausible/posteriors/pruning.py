@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Criterion = Literal["snr", "magnitude", "log_alpha"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-Moments = tuple[Weights, Weights | None]
+NetworkMoments = tuple[Weights, Weights | None]
 AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 
@@ -58,17 +58,20 @@ def prune(
     """
     rule = _Rule(fraction, threshold, by, per_layer)
     if posterior.parts:
-        pruned = copy.copy(posterior)
-        pruned.parts = [
-            prune(p, fraction, threshold=threshold, by=by, where=where, per_layer=per_layer) for p in posterior.parts
-        ]
+        pruned, settings = copy.copy(posterior), {"by": by, "where": where, "per_layer": per_layer}
+        pruned.parts = [prune(part, fraction, threshold=threshold, **settings) for part in posterior.parts]  # type: ignore[arg-type]
         pruned.log_evidence = None
         return pruned
     networks = posterior.networks()
     names = choose_weights(posterior, where)
     old = tree.to(posterior.masks, "cpu")
     before = [old] if len(networks) == 1 else [tree.index(old, k) for k in range(len(networks))]
-    masks = [rule.masks(*_ranked(moments, names, by), earlier) for moments, earlier in zip(networks, before)]
+    masks = []
+    for moments, earlier in zip(networks, before):
+        values = _scores(moments, names, by)
+        # log α of mean 0 is infinite and cannot be ranked below all: its order is that of the ratio
+        order = _scores(moments, names, "snr") if by == "log_alpha" else values
+        masks.append(rule.masks(values, order, earlier))
     return posterior.masked(tree.to(masks[0] if len(masks) == 1 else tree.stack(masks), posterior.device))
 
 
@@ -99,7 +102,7 @@ def unpruned(values: Weights, masks: Weights) -> Weights:
     return {name: value[masks[name]] if name in masks else value for name, value in values.items()}
 
 
-def _of_each(posterior: Posterior, function: Callable[[Moments], Weights]) -> Weights:
+def _of_each(posterior: Posterior, function: Callable[[NetworkMoments], Weights]) -> Weights:
     """What the means and scales of each network give, stacked as its masks are."""
     if posterior.parts:
         return tree.stack([_of_each(part, function) for part in posterior.parts])
@@ -155,7 +158,7 @@ class _Rule:
         return tree.unflatten(mask, ranks)
 
 
-def _scores(moments: Moments, names: Iterable[str], by: Criterion) -> Weights:
+def _scores(moments: NetworkMoments, names: Iterable[str], by: Criterion) -> Weights:
     """The criterion of one network's weights."""
     means, scales = moments
     if scales is None and by != "magnitude":
@@ -178,12 +181,6 @@ def _scores(moments: Moments, names: Iterable[str], by: Criterion) -> Weights:
         ratio = torch.where(mean == 0, 0.0, mean.abs() / scale)
         values[name] = ratio if by == "snr" else -2 * ratio.log()
     return values
-
-
-def _ranked(moments: Moments, names: Sequence[str], by: Criterion) -> tuple[Weights, Weights]:
-    """The criterion, and numbers of at least 0 in whose order weights go."""
-    values = _scores(moments, names, by)
-    return values, _scores(moments, names, "snr") if by == "log_alpha" else values
 
 
 def choose_weights(posterior: Posterior, where: Where) -> tuple[str, ...]:

@@ -75,9 +75,8 @@ class Content:
         tensors = self.tensors.get(name, {})
         for key, value in like.items():
             if key not in tensors or tensors[key].shape != value.shape:
-                raise ValueError(
-                    f"tensors.safetensors does not fit posterior.json: {name} of {key!r} is missing or has another shape"
-                )
+                problem = f"{name} of {key!r} is missing or has another shape"
+                raise ValueError(f"tensors.safetensors does not fit posterior.json: {problem}")
         return {key: tensors[key] for key in like}
 
 
@@ -103,7 +102,7 @@ def example_of(model: Model) -> Tensor:
 
 
 def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a posterior to a new folder: into a temporary sibling first, renamed when it is whole.
+    """Write a folder of safetensors and JSON: no pickle, and into a temporary sibling first, which is renamed when it is whole.
 
     `overwrite=True` puts the new folder in the place of an older posterior's, and of nothing else.
     """
@@ -193,7 +192,6 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
 
 
 def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: Model) -> Posterior:
-    """The inverse of `_write_content`."""
     device = example_of(model).device
     tensors: dict[str, Weights] = {}
     if stored["tensors_sha256"] is not None:
@@ -252,10 +250,8 @@ def load(
     try:
         _refuse_mismatch(private, content)
         if content["output"] is not None and output is None:
-            raise ValueError(
-                f"this posterior was fitted with output={content['output']}, which is code and not in the file: "
-                "pass output= again"
-            )
+            code = f"output={content['output']}, which is code and not in the file"
+            raise ValueError(f"this posterior was fitted with {code}: pass output= again")
         return _read(folder, content, private, output, likelihood, rules)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
@@ -290,10 +286,8 @@ def _read(
     noise = chosen.initial_weights(output_shape, dtype=torch.float32, device=device)
     stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
     if {name: list(value.shape) for name, value in noise.items()} != stored:
-        raise ValueError(
-            f"likelihood={chosen!r} does not fit the saved posterior: its weights are {sorted(noise)}, saved were "
-            f"{sorted(stored)}"
-        )
+        weights = f"its weights are {sorted(noise)}, saved were {sorted(stored)}"
+        raise ValueError(f"likelihood={chosen!r} does not fit the saved posterior: {weights}")
     model = Model(
         network,
         chosen,
@@ -308,7 +302,12 @@ def _read(
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],
     )
-    return _read_content(folder, content, _method(content["method"]), model)
+    stored_method = content["method"]
+    if _has_opaque(stored_method):  # it, or one inside it, is the user's own code: the name is all there is
+        method: Any = serialise.Opaque(str(stored_method.get("opaque") or stored_method.get("type")))
+    else:
+        method = serialise.decode(stored_method)
+    return _read_content(folder, content, method, model)
 
 
 def _has_opaque(stored: Any) -> bool:
@@ -330,13 +329,6 @@ def _decoded(stored: Any, given: Any, name: str, expected: type) -> Any:
     return serialise.decode(stored, expect=expected)
 
 
-def _method(stored: Any) -> Any:
-    """The method and its settings; the name alone where the method, or one inside it, is the user's own code."""
-    if _has_opaque(stored):
-        return serialise.Opaque(str(stored.get("opaque") or stored.get("type")))
-    return serialise.decode(stored)
-
-
 def _require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
     for name, shape in expected.items():
         if name not in tensors or list(tensors[name].shape) != list(shape):
@@ -346,12 +338,8 @@ def _require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequen
 
 def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
     """Compare names and shapes with the given module and name the first difference."""
-    stored = {
-        n: tuple(s)
-        for part in ("weights", "fixed", "buffers")
-        for n, s in content[part].items()
-        if not n.startswith("likelihood.")
-    }
+    shapes = {**content["weights"], **content["fixed"], **content["buffers"]}
+    stored = {name: tuple(shape) for name, shape in shapes.items() if not name.startswith("likelihood.")}
     given = {n: tuple(v.shape) for n, v in [*network.named_parameters(), *network.named_buffers()]}
     for name, shape in stored.items():
         if name not in given:

@@ -16,9 +16,9 @@ from plausible.core import random
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.weights import Weights
-from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
 from plausible.methods.chains.base import check_counts, check_function, fastest
-from plausible.posteriors.particles import ParticlesPosterior
+from plausible.posteriors.chains import ParticlesPosterior
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch
@@ -166,12 +166,10 @@ class Annealed(Method):
             torch.zeros((), dtype=torch.int64, device=key.device),
         )
 
-    def step(
-        self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch
-    ) -> tuple[AnnealedState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch) -> tuple[AnnealedState, Info]:
         return self.advanced(run.prepared, state)
 
-    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, Info]:
         """The next temperature over any target."""
         if not self.finished(state):  # else nothing, so that results do not depend on when the end is noticed
             state = self._moved(target, *self._weighted(state))

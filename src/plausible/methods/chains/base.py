@@ -28,7 +28,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, index, stack
-from plausible.engine.method import Fitted, Method, Plan, Run, Traits
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.chains import PREFIX, ChainsPosterior
 
@@ -197,12 +197,10 @@ class Chains(Method):
         bound = self.bind(target, state)
         return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
 
-    def step(
-        self, model: Model, run: Run[ModelDensity], state: ChainState, batch: Batch
-    ) -> tuple[ChainState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[ModelDensity], state: ChainState, batch: Batch) -> tuple[ChainState, Info]:
         return self.advanced(run.prepared, state)  # the target has the data
 
-    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, Info]:
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
         new = self.transition(self._bound(target, state), state)
         if target.hierarchy is not None:
@@ -258,6 +256,7 @@ class Adapting(Chains):
     metric: Any
     step_size: float | None
     adapt: bool
+    integrator: str = "leapfrog"
     slopes: ClassVar[Slope] = "each"
 
     def __post_init__(self) -> None:
@@ -283,27 +282,18 @@ class Adapting(Chains):
         return state._replace(adaptation=adapted, statistics=state.no_statistics())
 
     def _first_step(self, target: Density, state: ChainState) -> adaptation.Find:
-        scheme = getattr(self, "integrator", "leapfrog")
-
         def find(metric: Metric, step: Tensor) -> Tensor:
             noise = state.normal(90, state.position)
-            return first_step(target, metric, state.position, state.evaluation, noise, step, scheme)
+            return first_step(target, metric, state.position, state.evaluation, noise, step, self.integrator)
 
         return find
 
     def trajectory(
-        self,
-        target: Density,
-        state: ChainState,
-        adapted: Adaptation,
-        noise: Tensor,
-        level: Tensor,
-        count: int,
-        scheme: str = "leapfrog",
+        self, target: Density, state: ChainState, adapted: Adaptation, noise: Tensor, level: Tensor, count: int
     ) -> tuple[ChainState, Point, Point]:
         """`count` steps from p = M^½ `noise`, accepted where `level` < e^{H − H*}; with both ends of the trajectories."""
         start = Point(state.position, adapted.metric.momentum(noise), *state.evaluation)
-        end = integrate(target, adapted.metric, start, adapted.step, count, scheme)
+        end = integrate(target, adapted.metric, start, adapted.step, count, self.integrator)
         # H = −log π(q) + ½pᵀM⁻¹p in float64; infinite where it cannot be computed, so that the end is refused
         before, after = (
             (adapted.metric.kinetic(at.momentum) - target.value(at.log_likelihood, at.log_prior)).nan_to_num(nan=torch.inf)
@@ -314,7 +304,7 @@ class Adapting(Chains):
             "acceptance": gain.clamp(max=0).exp(),
             "divergent": (gain < -DIVERGENT).double(),
             "step_size": adapted.step.clone(),
-            "leapfrogs": torch.full_like(gain, count * gradients(scheme)),
+            "leapfrogs": torch.full_like(gain, count * gradients(self.integrator)),
             "energy": before,
         }
         return taken(state, end, level.log() < gain)._replace(statistics=statistics), start, end

@@ -51,5 +51,5 @@ class HMC(Adapting):
         spread = 2 * float(state.uniform(2, state.position[0, :1])) - 1
         count = max(1, math.floor(self.leapfrogs * (1 + self.jitter * spread) + 0.5))
         noise, level = state.normal(1, state.position), state.uniform(3, state.log_prior)
-        new, _, _ = self.trajectory(target, state, state.adaptation, noise, level, count, self.integrator)
+        new, _, _ = self.trajectory(target, state, state.adaptation, noise, level, count)
         return self.learned(target, new, state)

@@ -11,7 +11,7 @@ from torch import Tensor
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.engine.method import Run, Stage
+from plausible.engine.method import Info, Run, Stage
 from plausible.methods.chains.microcanonical import Microcanonical
 from plausible.methods.ensembles.ensemble import Stacked
 from plausible.methods.points.map import MAP, MAPState
@@ -91,17 +91,13 @@ class Members(Stacked):
         state: MAPState = super().start(model, run, key)
         return MembersState(state.weights, state.buffers, state.optimiser, state.step, given)
 
-    def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, Info]:
         return self._held(model, state, *super().step(model, run, state.inner, batch))
 
-    def looped_step(
-        self, model: Model, run: Run[Any], state: MembersState, batch: Batch
-    ) -> tuple[MembersState, dict[str, Tensor]]:
+    def looped_step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, Info]:
         return self._held(model, state, *super().looped_step(model, run, state.inner, batch))
 
-    def _held(
-        self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]
-    ) -> tuple[MembersState, dict[str, Tensor]]:
+    def _held(self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]) -> tuple[MembersState, Info]:
         held = {name: model.initial[name].expand_as(new.weights[name]).clone() for name in model.points}
         return MembersState({**new.weights, **held}, new.buffers, new.optimiser, new.step, state.over), info
 

@@ -15,9 +15,9 @@ from plausible.blocks.chains.masses import Diagonal
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
 from plausible.core.model import Model
 from plausible.core.serialise import register
-from plausible.engine.method import Fitted, Run
+from plausible.engine.method import Fitted, Info, Run
 from plausible.methods.chains.base import STATISTICS, Chains, ChainState, check_counts
-from plausible.posteriors.particles import ReplicasPosterior
+from plausible.posteriors.chains import ReplicasPosterior
 
 BLOCKS = 8
 """Stretches of the run that give the standard error of the evidence, of each chain."""
@@ -145,7 +145,7 @@ class ParallelTempering(Chains):
         learnt = self._travelled(learnt._replace(accepted=learnt.accepted + accepted, seen=learnt.seen + 1), order)
         if number < self.warmup:
             rate = moved.acceptance.reshape(self.temperatures, -1).mean(1)
-            learnt = self._learned(target, state, learnt, number, moved.place, rate, size)
+            learnt = self._learned(target, state, learnt, moved.place, rate, size)
         else:
             block = min(BLOCKS - 1, (number - self.warmup) * BLOCKS // (self.draws * self.thin))
             likelihood = place.log_likelihood.reshape(self.temperatures, -1)
@@ -186,14 +186,14 @@ class ParallelTempering(Chains):
         )
 
     def _learned(
-        self, target: Density, state: ChainState, learnt: Replicas, number: int, place: Place, acceptance: Tensor, used: Tensor
+        self, target: Density, state: ChainState, learnt: Replicas, place: Place, acceptance: Tensor, used: Tensor
     ) -> Replicas:
         """After a transition of the warm-up: step sizes, and at the ends of windows masses and powers.
 
         `place` is where rows were before they were exchanged, with gradients of their own powers.
         """
         learnt = learnt._replace(averaging=learnt.averaging.update(acceptance, self.target_acceptance))
-        first, ends = windows(self.warmup)
+        number, (first, ends) = int(state.step), windows(self.warmup)
         if ends and first <= number <= ends[-1]:
             window: Slopes = learnt.window.add(place.position, place.gradient)
             learnt = learnt._replace(window=window)
@@ -224,7 +224,7 @@ class ParallelTempering(Chains):
             )
         return learnt
 
-    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, Info]:
         """One transition; what is said of it is about the chains at the posterior."""
         new, info = super().advanced(target, state)
         return new, {name: value[: self.chains] for name, value in info.items()}

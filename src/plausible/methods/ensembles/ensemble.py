@@ -16,7 +16,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
-from plausible.engine.method import Fitted, Method, Plan, Run, Stage, Traits, create
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Stage, Traits, create
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
@@ -170,14 +170,14 @@ class Stacked(Stage):
         fresh = model.reinitialised(stream) if self.init == "fresh" else model.prior.sample(model.initial, stream)
         return model.starting_at({**model.buffers, **fresh})
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """All members at once, by vmap; batches are stacked too unless all members see the whole data."""
         shared = batch.y.ndim == model.target_ndim
         axes: Any = None if shared else Batch(*(None if part is None else 0 for part in batch))  # type: ignore[arg-type]
         advance = torch.func.vmap(lambda s, b: self.stage.step(model, run, s, b), in_dims=(0, axes), randomness="different")
         return advance(state, batch)
 
-    def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """All members one after the other: for networks that vmap cannot stack."""
         shared = batch.y.ndim == model.target_ndim
         results = [
@@ -224,7 +224,7 @@ class Member(Stage):
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
         return self.stage.start(model, self._run(run), random.fold(key, self.first + self.number))
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         return self.stage.step(model, self._run(run), state, batch)
 
     def finished(self, state: Any) -> bool:

@@ -19,7 +19,7 @@ from plausible.core.model import Model
 from plausible.core.passes import Estimator
 from plausible.core.passes import run as run_passes
 from plausible.core.weights import Weights, flatten, index, unflatten
-from plausible.engine.method import Plan, Run, Stage, Traits
+from plausible.engine.method import Info, Plan, Run, Stage, Traits
 from plausible.engine.passes import Pass, PassState
 from plausible.methods.laplace.mode import (
     Mode,
@@ -79,7 +79,7 @@ class Training(Stage):
             return GivenState(dict(model.initial), dict(model.buffers))
         return self.method.mode.start(model, run, key)
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         return (state, {}) if self.method.mode is None else self.method.mode.step(model, run, state, batch)
 
     def finished(self, state: Any) -> bool:
@@ -189,9 +189,7 @@ class Polishing(Settling):
         memory = 100 if place.numel() < 10**5 else 10  # pairs of steps and slopes, each as large as the weights
         return SettlingState(begin_descent(place, self._function(run), memory), none)
 
-    def step(
-        self, model: Model, run: Run[Course], state: SettlingState, batch: Batch
-    ) -> tuple[SettlingState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Course], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
         limit = run.prepared.limit
         descent: Descent = descend(state.search, self._function(run), 2 * limit)
         iterations = state.iterations + 1
@@ -245,9 +243,7 @@ class Climbing(Settling):
             return SettlingState(Climb({}, number, {}, number, number, torch.ones((), dtype=torch.bool)), none)
         return SettlingState(begin_climb(way.weights, run.prepared.joint), none)
 
-    def step(
-        self, model: Model, run: Run[Ridge], state: SettlingState, batch: Batch
-    ) -> tuple[SettlingState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Ridge], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
         new = climb(state.search, run.prepared.curved, run.prepared.joint)
         iterations = state.iterations + 1
         new = new._replace(over=new.over | (iterations >= run.prepared.way.limit))
@@ -374,7 +370,7 @@ class Tuning(Later):
         weights = {name: value.clone() for name, value in self.weights(model, run).items()}
         return TuningState(precision, weights, torch.tensor(self.ended(run)))
 
-    def step(self, model: Model, run: Run[Any], state: TuningState, batch: Batch) -> tuple[TuningState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: TuningState, batch: Batch) -> tuple[TuningState, Info]:
         now = restored(self.method, model, run, below(NOW, run.before))
         try:
             precision, weights = now.tuned(self.method.tune)
@@ -423,7 +419,7 @@ class Online(Later):
     def start(self, model: Model, run: Run[Onward], key: Tensor) -> Any:
         return self.mode.start(run.prepared.model, self._inner(run), key)
 
-    def step(self, model: Model, run: Run[Onward], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Onward], state: Any, batch: Batch) -> tuple[Any, Info]:
         return self.mode.step(run.prepared.model, self._inner(run), state, batch)
 
     def kept(self, model: Model, run: Run[Onward], state: Any) -> Weights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -28,13 +27,15 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
+Priors = dict[str, Quadratic | None]
+"""The prior of each random weight, where it is a quadratic."""
 POINTS = AdamW()
 """What moves the weights that are trained as points."""
 
@@ -118,7 +119,7 @@ class NaturalGradient(Method):
         optimiser = POINTS.init(points) if points else ()
         return NaturalState(weights, momentum, curvature, clone(model.buffers), optimiser, key, step)
 
-    def step(self, model: Model, run: Run[Any], state: NaturalState, batch: Batch) -> tuple[NaturalState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: NaturalState, batch: Batch) -> tuple[NaturalState, Info]:
         if self.microbatches > 1 and getattr(model, "team", None) is not None:
             raise ValueError(
                 f"{type(self).__name__}: microbatches={self.microbatches} with several ranks, which divide each batch already; "
@@ -142,21 +143,12 @@ class NaturalGradient(Method):
         info = {"elbo": likelihood / model.temperature - kl, "log_likelihood": likelihood, "kl": kl}
         return new._replace(buffers=buffers, step=state.step + 1), info
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         """ĥ by name: an estimate of the second derivatives of the mean loss at this draw."""
         raise NotImplementedError
 
     def _draw(
-        self,
-        model: Model,
-        state: NaturalState,
-        sigma: Weights,
-        priors: Mapping[str, Quadratic | None],
-        noise: Noise,
-        batch: Batch,
-        buffers: Weights,
+        self, model: Model, state: NaturalState, sigma: Weights, priors: Priors, noise: Noise, batch: Batch, buffers: Weights
     ) -> Draw:
         """Draw w = m + σε and take the gradient of the mean loss there, priors that are not Gaussian included."""
         normal = noise.normals(state.curvature)
@@ -171,13 +163,7 @@ class NaturalGradient(Method):
         return Draw(normal, drawn, joint, gradients)
 
     def _moved(
-        self,
-        model: Model,
-        run: Run[Any],
-        state: NaturalState,
-        draws: list[Draw],
-        estimates: list[Weights],
-        priors: Mapping[str, Quadratic | None],
+        self, model: Model, run: Run[Any], state: NaturalState, draws: list[Draw], estimates: list[Weights], priors: Priors
     ) -> NaturalState:
         weights, momentum, curvature = dict(state.weights), {}, {}
         lr = rate(self.lr, state.step, run.steps)
@@ -221,7 +207,7 @@ class NaturalGradient(Method):
         return LawPosterior.of(self, model, fitted, law)
 
 
-def gaussian_parts(model: Model) -> dict[str, Quadratic | None]:
+def gaussian_parts(model: Model) -> Priors:
     return {name: quadratic(model.prior, name, model.initial[name]) for name in model.random}
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from plausible.blocks.natural_gradients import Quadratic, price
+from plausible.blocks.natural_gradients import price
 from plausible.blocks.stochastic import Noise
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
+from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState, Priors
 
 
 @register
@@ -32,9 +31,7 @@ class IVON(NaturalGradient):
 
     name: ClassVar[str] = "ivon"
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         ess = model.num_data / model.temperature
         return {name: price(e, draw.gradients[name], state.curvature[name], ess) for name, e in draw.noise.items()}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.natural_gradients import Positive, Quadratic, blend, price
+from plausible.blocks.natural_gradients import Positive, blend, price
 from plausible.blocks.stochastic import Noise
 from plausible.core import random
 from plausible.core.data import Batch, num_rows, select_rows
@@ -21,7 +20,7 @@ from plausible.core.serialise import check_count, register
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, num_elements, select, tree_map
 from plausible.engine.method import Run
-from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
+from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState, Priors
 
 AT_ONCE = 2**24
 """Numbers in the gradients of the examples that are held at once, where `chunk_size` does not say."""
@@ -68,9 +67,7 @@ class VOGN(NaturalGradient):
                 f"{type(error).__name__}: {str(error).splitlines()[0]}; use IVON, which needs none"
             ) from error
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         """The mean over the batch of the examples' curvatures, and ε∇/σ of the priors that are not Gaussian."""
         fixed = {**select(state.weights, model.points), **draw.joint.buffers}
         estimates = self._of_examples(model, draw.weights, fixed, batch, noise)

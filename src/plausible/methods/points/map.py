@@ -14,7 +14,7 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone
-from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
@@ -81,7 +81,7 @@ class MAP(Method):
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return MAPState(weights, clone(model.buffers), self.optimiser.init(weights), step)
 
-    def step(self, model: Model, run: Run[Tensor | None], state: MAPState, batch: Batch) -> tuple[MAPState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Tensor | None], state: MAPState, batch: Batch) -> tuple[MAPState, Info]:
         if run.prepared is not None:
             batch = with_neighbours(model, state.weights, batch, state.buffers, run.prepared, train=True)
         # a centred Gaussian prior is left to the optimiser as L2 decay: no gradient of it is computed

@@ -15,7 +15,7 @@ from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, register
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
@@ -88,9 +88,7 @@ class StochasticGradientChain(Method):
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step)
 
-    def step(
-        self, model: Model, run: Run[Any], state: StochasticState, batch: Batch
-    ) -> tuple[StochasticState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: StochasticState, batch: Batch) -> tuple[StochasticState, Info]:
         joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
         lr = rate(self.lr, state.step, run.steps)
         noise = random.normal(state.key, state.step, select(state.weights, model.random))  # points move without

@@ -14,7 +14,7 @@ from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 
 if TYPE_CHECKING:
     from plausible.core.data import Batch
@@ -88,7 +88,7 @@ class Bound(Method):
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return BoundState(parameters, clone(model.buffers), self.optimiser.init(parameters), key, step)
 
-    def step(self, model: Model, run: Run[Any], state: BoundState, batch: Batch) -> tuple[BoundState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: BoundState, batch: Batch) -> tuple[BoundState, Info]:
         """One step up the gradient of the bound, divided by N."""
 
         def objective(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
 
 PRIOR = "prior's "
+Layers = tuple[Layer, ...]
 
 
 class ByMoments(Bound):
@@ -103,12 +104,11 @@ class ByMoments(Bound):
     def expected(
         self,
         model: Model,
-        layers: tuple[Layer, ...] | None,
+        layers: Layers | None,
         means: Weights,
         variances: Weights,
         buffers: Weights,
         batch: Batch,
-        *,
         train: bool,
     ) -> tuple[Tensor, Weights]:
         """(N/B) Σ weight_i E log p(y_i | f(x_i)), and the buffers that changed."""

@@ -135,7 +135,18 @@ class MeanField(Bound):
         closed, rest = self._closed(model, means, scales)
 
         def one(noise: Noise) -> tuple[Tensor, Tensor]:
-            return self._sampled(model, run, means, scales, fixed, batch, noise, rest)
+            """From one draw: the scaled log-likelihood, and the part of the KL that has no closed form."""
+            weights = gaussians(means, scales, noise, run.prepared.ways or self.estimator)
+            value = model.scaled_log_likelihood({**fixed, **weights}, batch, train=True)
+            drawn = noise.drawn
+            if self.landing:
+                density = log_density(select(drawn, means), means, scales, detached=True)
+                return value, density - model.prior.log_prob(select(drawn, means)) / model.temperature
+            if not rest:
+                return value, torch.zeros_like(value)
+            # where the noise went into outputs, weights are drawn for the prior alone
+            extra = {n: means[n] + scales[n] * noise.normal(f"{n}: prior", means[n]) for n in rest if n not in drawn}
+            return value, -model.prior.log_prob(select({**drawn, **extra}, rest)) / model.temperature
 
         if run.prepared.stacked:  # one pass with a leading axis of samples
             keys = torch.stack([noise.key for noise in Noise.several(key, step, self.samples)])
@@ -147,31 +158,6 @@ class MeanField(Bound):
         bound = total / model.temperature - kl_weight(self.kl_weights, step, run.steps, run.batches(batch)) * kl
         info = {"elbo": total.detach() / model.temperature - kl.detach(), "log_likelihood": total, "kl": kl}
         return Terms(bound + log_prior_of_points(model, parameters), info, buffers)
-
-    def _sampled(
-        self,
-        model: Model,
-        run: Run[NoiseWays],
-        means: Weights,
-        scales: Weights,
-        fixed: Weights,
-        batch: Batch,
-        noise: Noise,
-        rest: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """From one draw: the scaled log-likelihood, and the part of the KL that has no closed form."""
-        ways, _ = run.prepared
-        weights = gaussians(means, scales, noise, ways or self.estimator)
-        total = model.scaled_log_likelihood({**fixed, **weights}, batch, train=True)
-        drawn = noise.drawn
-        if self.landing:
-            prior = model.prior.log_prob(select(drawn, means))
-            return total, log_density(select(drawn, means), means, scales, detached=True) - prior / model.temperature
-        if not rest:
-            return total, torch.zeros_like(total)
-        # where the noise went into outputs, weights are drawn for the prior alone
-        extra = {n: means[n] + scales[n] * noise.normal(f"{n}: prior", means[n]) for n in rest if n not in drawn}
-        return total, -model.prior.log_prob(select({**drawn, **extra}, rest)) / model.temperature
 
     def _closed(self, model: Model, means: Weights, scales: Weights) -> tuple[Tensor, tuple[str, ...]]:
         """The part of −H(q) − E_q log p(w)/T that has a closed form, and the names of the weights that it leaves out."""

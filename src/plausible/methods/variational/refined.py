@@ -20,7 +20,7 @@ from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
-from plausible.engine.method import BatchSize, Fitted, Plan, Run, Stage, Traits
+from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits
 from plausible.methods.variational.bound import Bound, BoundState, Terms
 from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
 
@@ -191,9 +191,7 @@ class Refining(Stage):
         zero = torch.zeros((), dtype=torch.int64)
         return RefiningState(draws, torch.zeros(count, dtype=torch.float64), zero, zero.clone(), key.clone())
 
-    def step(
-        self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch
-    ) -> tuple[RefiningState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch) -> tuple[RefiningState, Info]:
         sources, done, number = run.prepared, int(state.done), int(state.groups)
         high, low = state.key.tolist()
         count = min(sources.group, self.method.draws_kept - done)
