@@ -122,6 +122,7 @@ class Checkpointer:
         named |= {f"random.{name}": value for name, value in random.items()}
         for i, draw in enumerate(writer.pending):
             named |= {f"pending.{i}.{name}": value for name, value in draw.items()}
+        # under a name with its checksum, so that the file which the present JSON names is never written over
         packed, sha256 = storage.pack(named)
         file = f"state-{step:09d}-{sha256[:12]}.safetensors"
         storage.write_atomically(self.folder / file, packed)
@@ -162,6 +163,7 @@ class Checkpointer:
         writer.pending = []
         for i in range(content["pending"]):
             prefix = f"pending.{i}."
+            # draws behind the last full shard travel in the state
             writer.pending.append({n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)})
         self.last_step = content["step"]
         return Resumed(content["step"], content["finished"], named, content["record"])

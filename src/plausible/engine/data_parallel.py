@@ -56,6 +56,7 @@ class DividedBatches(Ranks):
         """A seed for the network's own noise: a function of seed, rank, step and how often it was asked in this step."""
         step, calls = self._calls
         self._calls = (self.step, calls + 1 if step == self.step else 0)
+        # hashes of tuples of whole numbers are the same in every process
         return hash((self._seed, self.rank, *self._calls)) & (2**63 - 1)
 
     def mode(self, mode: StepMode) -> StepMode:
@@ -131,6 +132,7 @@ class DividedBatches(Ranks):
     def meet(self, vote: Vote, state: Any) -> Outcome:
         """As always, and all must have come to the same weights."""
         assert self._sum is not None
+        # ranks that are still inside a segment would wait here for gradients that do not come
         at_boundary, have_failed = self._sum.beat(boundary=True)
         if at_boundary + have_failed < self.size:
             raise RuntimeError(f"by step {vote.done} the ranks have called model.gradient or log_joint unequally often")
@@ -263,6 +265,7 @@ def _number(values: Any) -> int:
         if leaf.dtype in (torch.complex64, torch.complex128):
             leaf = torch.view_as_real(leaf)
         words = leaf.detach().contiguous().reshape(-1).view(_WORDS[leaf.element_size()])
+        # whole numbers add up in any order, and a swap of two tensors shows
         total += place * int(words.sum(dtype=torch.int64))
     return total
 

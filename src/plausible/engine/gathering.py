@@ -84,6 +84,7 @@ def _draws(
     like, on_disk = everybody[active[0]].like, any(left.on_disk for left in everybody)
     total = sum(left.each for left in everybody)
     size = total * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in like.values())
+    # in pieces of about a shard where draws may not fit into memory
     chunk = max(1, DrawWriter.SHARD_BYTES // max(1, size)) if on_disk else times
     writer = DrawWriter(None if folder is None else folder / "gathered")
     joined: tree.Weights = {}
@@ -100,6 +101,7 @@ def _draws(
             except (OSError, ValueError) as error:
                 failure = error
             pieces.append({n: team.send(rank, value).unflatten(0, (count, each)) for n, value in piece.items()})
+        # time after time, at each time member after member, as one process would have kept them
         joined = {name: torch.cat([piece[name] for piece in pieces], 1).flatten(0, 1) for name in like}
         if on_disk and active != [team.rank] and failure is None:
             try:

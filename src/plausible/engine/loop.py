@@ -98,10 +98,12 @@ class Loop:
         if resumed is not None:
             self._resume(resumed)
             self.resting = self.resting or resumed.finished
+        # a new stage of a run that is checkpointed
         elif self.keeper is not None and self.place.number:
             self._save(finished=False)  # what the stages before took is safe from here on
         if self.resting:
             return self._rest()
+        # time that was spent before a kill counts
         started = time.monotonic() - self.seconds
         stepper = self._stepper(resumed)
         self._place_generators(resumed)
@@ -219,6 +221,7 @@ class Loop:
         """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""
         if self.stage.members is None:
             return self.stage.step
+        # vmap fails only when it is tried: one step on a copy, with generators put back
         probe = clone(self.state)
         batch = self.source.peek()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -242,6 +245,7 @@ class Loop:
         to_epoch = self.plan.per_epoch - self.done % self.plan.per_epoch
         if self.stopping is not None or self.callbacks:
             count = min(count, to_epoch)
+        # checkpoints every so many steps fall on those steps, not near them
         if self.keeper is not None and self.keeper.settings.steps is not None:
             count = min(count, self.keeper.last_step + self.keeper.settings.steps - self.done)
         if isinstance(stepper, Captured):
@@ -274,6 +278,7 @@ class Loop:
         """The first step of these (from 0) with a term that is not finite, that term, and what it became."""
         worst: tuple[int, str, str] | None = None
         for name, values in rows.items():
+            # the earliest of all terms: those after it are bad because of it
             finite = torch.isfinite(values).reshape(len(values), -1)
             if not bool(finite.all()):
                 at = int((~finite.all(1)).nonzero()[0])
@@ -352,6 +357,7 @@ class Loop:
         fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
         if not self.plan.thin:  # the draws that the run would end with
             ending = clone(self.stage.kept(self.model, self.run, self.state))
+            # a method that keeps its last state has kept nothing yet
             fitted = fitted._replace(draws=MemoryDraws(ending) if ending else None)
         elif fitted.draws is None and self.place.method.traits.keeps_draws:
             return  # nothing kept yet
@@ -419,6 +425,7 @@ class Loop:
         self.mode = record["mode"]
         for monitor, records in zip(self.monitors, record.get("monitors", [])):
             monitor.records = _unmarked(records)
+        # draws that were not yet in a shard lay in the checkpoint, on the CPU
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
     def _fitted(self, interrupted: bool) -> Fitted:

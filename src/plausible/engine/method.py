@@ -223,6 +223,7 @@ class Method(Stage):
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
+        # a name of its own, not one that it inherits
         if cls.__dict__.get("name"):
             registry[cls.name] = cls
 

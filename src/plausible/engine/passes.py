@@ -75,6 +75,7 @@ class Pass(Stage):
         return result
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+        # how many batches there are is known when a pass has ended
         return Plan(steps=ENDLESS, per_epoch=ENDLESS, batch_size=None, unit="examples")
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> PassState:  # noqa: ARG002

@@ -68,6 +68,7 @@ class Outcome(NamedTuple):
 
 def count_votes(votes: Sequence[Vote]) -> Outcome:
     """The same answer on every rank. A rank that is behind (a resumed one) catches up first; patience ends for all at once."""
+    # all go to the nearest wish, so that nobody runs past an event of another
     wishes = [vote.done + vote.wish for vote in votes if vote.wish]
     finished = all(vote.stale or not vote.wish for vote in votes)
     stopped = any(vote.stop for vote in votes)
@@ -254,6 +255,7 @@ class SplitMembers(Ranks):
     def __init__(self, method: Method):
         super().__init__(method)
         assert method.members is not None
+        # the first ranks hold one more where it is not even
         few, more = divmod(method.members, self.size)
         first = self.rank * few + min(self.rank, more)
         self.member_numbers = range(first, first + few + (self.rank < more))
@@ -300,6 +302,7 @@ def _control_group() -> Any:
     world = dist.group.WORLD
     if id(world) not in _groups or _groups[id(world)][0] is not world:
         _groups.clear()
+        # a new default group has new processes behind it; ids are used again, so that the group itself is compared
         _groups[id(world)] = (world, dist.new_group(backend="gloo", timeout=PATIENCE))
     return _groups[id(world)][1]
 

@@ -68,6 +68,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
         if fitted.interrupted:
             keeper = None  # what follows is built on a stage that a resumed run will go on with
             earlier.interrupted = True
+        # what is left is asked of the stage that ran, under the model and the data that it saw
         before = stage.kept(model_here, run_here, fitted.state) if len(stages) > 1 else {}
         earlier.add(stage, fitted)
     return model_here, run_here, team.gather(method, model_here, run_here, earlier.joined(fitted, before))
@@ -77,6 +78,7 @@ def show_result(method: Method, data: Data, posterior: Any, fitted: Fitted, call
     """Show monitors the posterior of a run, where no stage alone could have: one that is made of what all of them left."""
     stages = method.stages()
     if len(stages) > 1 and not method.traits.keeps_draws and not fitted.interrupted:
+        # epochs are those of the first stage, which is the one that trains
         epochs = -(-fitted.steps // _plan(stages[0], data).per_epoch)
         for monitor in (callback for callback in callbacks if isinstance(callback, Monitor)):
             monitor.observe(epochs, posterior)

@@ -43,6 +43,7 @@ class Source:
         self.place, self.divided = place, False
         self.data, self.plan = data, plan
         self.whole = plan.batch_size is None
+        # what is resident is gathered on its device, by row numbers
         self.minibatch = not self.whole and isinstance(data, ArrayData)
         self.stream = isinstance(data, StreamData) and not data.indexable
         self._device: Any = data.batch.y.device if isinstance(data, ArrayData) else data.device
@@ -130,6 +131,7 @@ class Source:
             if batch is not None:
                 self.pass_position += 1
                 return batch
+            # a pass without any batch: the loader is used up
             if self.pass_position == 0:
                 break
             self._iterator = None

@@ -48,6 +48,7 @@ class Stopping:
             self._weight = float(accumulate(_weight, self.held)) or 1.0
         value = accumulate(total, self.held) / self._weight
         stale, best = self.tree["stale"], self.tree["value"]
+        # a member that was stopped alone would not have seen this epoch
         judged = torch.where(stale >= self.patience, -torch.inf, value)
         better = judged > best
 

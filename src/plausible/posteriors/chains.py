@@ -77,6 +77,7 @@ class ChainsPosterior(DrawsPosterior):
     def statistics(self) -> dict[str, Tensor]:
         """Of each draw: name → `[chains, draws]`, in float64."""
         total = len(self) // self.chains * self.chains
+        # what is stored beside weights and buffers are statistics
         known = {name for name in self.store.shapes() if name not in self.model.initial and name not in self.model.buffers}
         parts = [{name: value.cpu() for name, value in part.items() if name in known} for part in self.store.shards()]
         values = {name: value[:total] for name, value in tree.concatenate(parts).items()}
@@ -116,6 +117,7 @@ class ChainsPosterior(DrawsPosterior):
         if not len(self.state):
             raise ValueError("this posterior holds no state of its chains, so they cannot go on: fit again with more draws")
         method = _Continued(self.method, list(self.state), check_draws(draws) or 1)
+        # noise inside the network goes on, and does not repeat that of the first run
         seed = random.key(self.seed, 13, int(self.run.get("steps", 0)))[1].item()
         with torch.inference_mode(False), random.isolated(int(seed), self.device):
             rows = self._data(data, mask)

@@ -82,6 +82,7 @@ def weight_chains(
     """
     shapes = chosen_weights(posterior, names)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    # evenly spaced quantities stand for all where there are too many
     chosen = spaced(sum(sizes.values()), limit or sum(sizes.values()))
     places: dict[str, Tensor] = {}
     start = 0

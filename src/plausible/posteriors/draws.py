@@ -65,6 +65,7 @@ class DrawsPosterior(Posterior):
             return list(range(total))
         stream = random.generator(seed, 7)
         if draws < total:
+            # in the order of the store, which reads each shard once
             return sorted(torch.randperm(total, generator=stream)[:draws].tolist())
         return torch.randint(total, (draws,), generator=stream).tolist()
 
@@ -148,6 +149,7 @@ def chain_moments(store: DrawStore, names: Sequence[str], chains: int) -> list[t
     means = [{n: s / counts[k] for n, s in part.items()} for k, part in enumerate(sums(lambda _, draws, __: draws))]
     if min(counts) < 2:
         return [(mean, None) for mean in means]
+    # around the mean, in a second pass: a sum of squares less a square would cancel
     squares = sums(lambda name, draws, k: (draws - means[k][name]).square())
     scales = [{n: (s / (counts[k] - 1)).sqrt() for n, s in part.items()} for k, part in enumerate(squares)]
     return list(zip(means, scales))

@@ -157,6 +157,7 @@ def root(covariance: Tensor) -> Tensor:
     bad = info != 0
     if bool(bad.any()):
         finite = covariance.isfinite().flatten(1).all(-1)
+        # eigh would raise for the whole batch on one matrix that is not finite
         factor[bad & ~finite] = math.nan
         values, vectors = torch.linalg.eigh(covariance[bad & finite])
         factor[bad & finite] = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
@@ -229,6 +230,7 @@ class Counts(Mixture):
         mean, scale = self.log_mean, self.scale.clamp(min=_TINY)
         counts = (k.clamp(min=1e-17).log() - mean) / scale
         pull = scale * self._slope(k, mean)[0]
+        # the mode lies between the prior's and where the counts alone would put it, and no further than the slope pulls
         far = torch.where(pull > 0, torch.minimum(pull, counts), torch.maximum(pull, counts))
         low, high = far.clamp(max=0), far.clamp(min=0)
         for _ in range(60):
@@ -249,6 +251,7 @@ class Counts(Mixture):
             logs = above * away - (above + self.dispersion) * torch.log1p((1 - against) * torch.expm1(away))
         place = (above.log() + away - self.log_mean) / self.scale.clamp(min=_TINY)
         made = (logs.softmax(0) * torch.special.ndtr(place)).sum(0)
+        # the rule must be finer than what it integrates: over the narrower of the two laws it would miss it
         sharp = (precision > _SHARP) & (precision * self.scale.square() > 1)
         below = torch.where(sharp, made, super().cdf(k)[0])
         return torch.where(k < 0, 0.0, below)[None]
@@ -295,6 +298,7 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, output_shape: tuple[int
     if (covariance := matrix(f)) is not None:
         places = torch.arange(f.mean.shape[-1], device=raw.device).reshape(output_shape).chunk(2, -1)
         crossed = covariance[:, places[0].flatten(), places[1].flatten()].reshape(centre.shape)
+    # the regression of the mean on the raw scale; none where the raw scale is known
     slope = torch.where(raw_spread > 0, crossed / raw_spread.clamp(min=_TINY), 0.0)
     points, weight = along(raw, raw_spread)
     variance = (spread - slope * crossed).clamp(min=0) + _noise_scale(likelihood, points).square()

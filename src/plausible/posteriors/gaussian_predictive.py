@@ -267,6 +267,7 @@ class GaussianPredictive(Predictive):
             mean, expected = (weight * p).sum(0), (weight.squeeze(-1) * inside).sum(0)
             between = (weight * (p - mean).square()).sum(0)
         log_mean = mean.log()
+        # logarithms of what has underflowed are summed apart, which costs as much again
         if bool((mean < _UNDERFLOW).any()):
             shares = -math.log(len(log_p)) if weight is None else weight.log()
             log_mean = (log_p + shares).logsumexp(0)
@@ -275,8 +276,10 @@ class GaussianPredictive(Predictive):
             information, log_mean = (entropy - expected).clamp(min=0), _probit(self._logits(f))
             mean = log_mean.exp()
             entropy = torch.special.entr(mean).sum(-1)
+            # information from the integral, total from the approximation: parts that add up and are not negative
             expected = entropy - torch.minimum(information, entropy)
         total = mean * (1 - mean)
+        # rounding must not leave a negative aleatoric part
         between = torch.minimum(between, total)
         return log_mean, mean, total - between, between, entropy, expected
 
@@ -307,6 +310,7 @@ class GaussianPredictive(Predictive):
         covariance = integrals.matrix(f)
         if isinstance(self.likelihood, likelihoods.Bernoulli):  # ±f/2
             mean, variance = (part.reshape(-1, *self.output_shape, 1) for part in (f.mean, f.variance))
+            # two classes with logits ±f/2, whose difference is f
             sign = mean.new_tensor([-0.5, 0.5])
             return Moments(mean * sign, variance.unsqueeze(-1) * sign * sign.unsqueeze(-1))
         *places, classes = self.output_shape
@@ -367,5 +371,6 @@ def _dirichlet(log_alpha: Tensor) -> Sequence[Tensor]:
 def _digamma_gap(log_a: Tensor) -> Tensor:
     """ψ(a + 1) − log a, which falls to 1/(2a) for large a."""
     a = log_a.exp()
+    # both terms grow like log a, and their difference loses its digits
     near = torch.special.digamma(a.clamp(max=1e6) + 1) - log_a
     return torch.where(a < 1e6, near, 0.5 / a)

@@ -162,6 +162,7 @@ class DiagonalGaussian(Law):
         """
         wide = {name: mean.double() for name, mean in zeroed(self.means, masks).items()}
         scales = {name: scale.double() for name, scale in self.scales.items()}
+        # a scale that is nearly 0 for a point, whose contribution is then taken out again
         narrow = {n: torch.where(masks[n], s, 1e-150) if n in masks else s for n, s in scales.items()}
         closed, rest = expected_log_prior(prior, wide, narrow)
         for name in (name for name in masks if name not in rest):  # what the points at 0 added
@@ -211,6 +212,7 @@ class FamilyLaw(Law):
                 "the class with @plausible.serialise.register and import it before loading"
             )
         like = tree.select(model.initial, model.random)
+        # a family started anew says which parameters a file must hold, and their shapes
         start = tree.to(like, "cpu")
         return cls(method.family, like, content.group("parameter", method.family(start).start(start, 1.0, random.key(0))))
 
@@ -372,6 +374,7 @@ class LawPosterior(Posterior):
         Those are of the weights that have a scale and were not pruned. Draws are independent, so there are no chains to judge.
         """
         ratios = torch.cat([ratio.flatten() for ratio in unpruned(self.snr(), self._masks).values()]).double().cpu()
+        # weights outside of a subnetwork have no scale
         ratios = ratios[ratios.isfinite()]
         quartiles = torch.full((3,), torch.nan)
         if len(ratios):  # torch.quantile takes no more than 16 million numbers, and a hundred thousand are enough

@@ -120,6 +120,7 @@ class CurvedGaussian(Law):
         log_det = float(self.precision_log_det)
         entropy = 0.5 * self.curvature.chosen * (1 + math.log(2 * math.pi)) - 0.5 * log_det
         if all(gaussian_rule(prior, name) for name in wide):
+            # precisions of a tempered posterior are tempered too; the prior's own are meant here
             tau = {name: value.double() / self.scale for name, value in self.precision.items()}
             residuals = {name: mean - rule_centre(prior, name, mean) for name, mean in wide.items()}
             spread = sum(0.5 * (tau[n] * s.square()).sum() for n, s in scales.items())
@@ -127,6 +128,7 @@ class CurvedGaussian(Law):
         closed, rest = expected_log_prior(prior, wide, {n: s.clamp(min=1e-150) for n, s in scales.items()})
         for name in (n for n in free if n not in rest and not bool(free[n].all())):
             closed = closed - prior.elementwise(name, wide[name])[~free[name]].sum()
+        # a prior that ties weights together needs draws of all of them at once
         if rest and any(not getattr(prior.rule(name), "independent", True) for name in rest):
             whole = zeroed(self.draws(0, samples, seed), masks)
             each = torch.func.vmap(lambda w: prior.log_prob(w))(tree.select(whole, rest))
@@ -238,6 +240,7 @@ class LaplacePosterior(LawPosterior):
         total, rows, means = self.num_draws(draws), num_rows(inputs), self.means
         at = self._linearisation(inputs)
         size = batch_size or choose_chunk(at, math.prod(self.model.output_shape), self.device)
+        # as many draws at a time as fit beside the weights; all of them are needed for each block of inputs
         step = at_once(tree.num_elements(means))
         blocks = []
         for first in range(0, total, step):
@@ -323,6 +326,7 @@ class LaplacePosterior(LawPosterior):
             raise ValueError(f"precision must be given for the weights {', '.join(means)}, got {', '.join(tau)}")
         residuals = {n: m - centre(self.model, n) for n, m in means.items()}
         prior = gaussian_log_prior(residuals, tau, self.law.random_elements())
+        # log of the posterior's volume: (2π)^{k/2} det Λ^{−½}
         volume = 0.5 * self.curvature.chosen * math.log(2 * math.pi) - 0.5 * self.curvature.log_det(tau, self.law.factor)
         return self.evidence.log_likelihood.to(prior) + prior + volume
 

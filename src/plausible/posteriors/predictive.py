@@ -198,6 +198,7 @@ class Predictive:
                 return p.mean(0), (p * (1 - p)).mean(0), p.var(0, correction=0), *entropies
             if kind == "binary":
                 p, q = torch.sigmoid(distribution.logits), torch.sigmoid(-distribution.logits)
+                # 1 − p loses all digits of a small q, so both are computed from the logit
                 entropy, expected = _entropy(p.mean(0), q.mean(0)), _entropy(p, q).mean(0)
                 return p.mean(0), (p * q).mean(0), p.var(0, correction=0), entropy, expected
             mean = distribution.mean
@@ -290,6 +291,7 @@ class Predictive:
             each = self.likelihood.log_prob(outputs, targets[rows].to(outputs.device), weights)
             if observed is not None:
                 each = torch.where(observed[rows].to(outputs.device), each, 0.0)
+            # a draw explains all outputs of an input together: the sum comes before the mixture
             each = each.flatten(2).sum(-1) if each.ndim > 2 else each
             return (each.logsumexp(0) - math.log(self.num_draws),)
 
@@ -300,6 +302,7 @@ class Predictive:
         binary = self.likelihood.kind == "binary"
 
         def logs(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001
+            # in logarithms from the start: probabilities below 1e-308 would be lost
             logits = torch.stack([-law.logits, law.logits], -1) if binary else law.logits
             each = F.logsigmoid(logits) if binary else logits.log_softmax(-1)
             return (each.logsumexp(0) - math.log(len(each)),)
@@ -325,6 +328,7 @@ class Predictive:
         levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
         if levels.ndim > 1 or not ((levels > 0) & (levels < 1)).all():
             raise ValueError(f"q must be a number or a list of numbers strictly between 0 and 1, got {q!r}")
+        # counts have steps, where a root finder would look for a crossing that is not there
         find = mixture_count_quantile if self.likelihood.kind == "counts" else mixture_quantile
 
         def invert(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001

@@ -144,6 +144,7 @@ class _Rule:
             worse = torch.gt if self.by == "log_alpha" else torch.lt
             left = {name: kept[name] & ~worse(value, self.threshold) for name, value in values.items()}
         else:
+            # what was pruned before goes first, so that fractions count from the whole
             ranks = {name: torch.where(kept[name], value, -1.0) for name, value in order.items()}
             groups = [{name: rank} for name, rank in ranks.items()] if self.per_layer else [ranks]
             left = {name: kept[name] & mask for group in groups for name, mask in self._best(group).items()}
@@ -178,6 +179,7 @@ def _scores(moments: NetworkMoments, names: Iterable[str], by: Criterion) -> Wei
         scale = scales[name].detach().cpu().double()
         if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
             raise ValueError(f"the scale of weight {name!r} contains NaN, infinity or negative numbers: it cannot be ranked")
+        # 0/0 for a weight that was pruned: it has no signal
         ratio = torch.where(mean == 0, 0.0, mean.abs() / scale)
         values[name] = ratio if by == "snr" else -2 * ratio.log()
     return values

@@ -67,6 +67,7 @@ class RefinedPosterior(DrawsPosterior):
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples must be a whole number of at least 1, got {samples!r}")
         model = self.model
+        # points and buffers are the same in every draw
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
         slopes = Slopes(model, fixed, data_for(model, data), whole=True)

@@ -241,6 +241,7 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
+    # kinds register themselves when their file is imported
     if not _kinds(content) <= set(kinds):
         for discover in serialise.discoveries:  # methods bring the kinds of their posteriors
             discover()
@@ -278,6 +279,7 @@ def _read(
     for name, value in fixed.items():
         holders[name].data = value.to(device)
     dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
+    # starting weights are no part of a posterior: zeros say names, shapes and types
     initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
     output_shape = tuple(content["output_shape"])
     if not all(isinstance(size, int) for size in output_shape):
@@ -370,6 +372,7 @@ def _read_draws(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model)
     for part, shard in zip(disk.shards(), shards):
         _require_shapes(index(part, 0), expected, folder / shard["file"])
         total += num_bytes(part)
+        # every shard is read, for its checksum; large stores are let go again
         parts = [*parts, part] if total <= IN_MEMORY else []
     if not total:
         raise ValueError(f"{str(folder)!r} is damaged: it holds no draws")

@@ -96,6 +96,7 @@ def descend(method: AnnealedImportance, target: Density, position: Tensor, seed:
         offsets = random.uniform(random.fold(state.key, 0), 0, state.trace.new_empty(len(betas)))
         for number, (here, below) in enumerate(pairwise(betas)):
             state = state._replace(beta=torch.full_like(state.beta, here), passed=state.passed + 1)
+            # run backwards: moves first, at the power that the draws follow, then the weight of the step down
             state = method._moved(target, state, torch.zeros_like(state.trace[0]))
             gained = (below - here) * state.log_likelihood
             rows = torch.arange(method.rows, device=position.device)

@@ -132,6 +132,7 @@ class Annealed(Method):
             f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
         )
         stream, like = random.generator(run.seed, 6), {name: model.initial[name] for name in model.random}
+        # particles are drawn given the weights that do not move, where the prior ties them to the others
         if not model.points or model.prior.independent:
             drawn = model.prior.sample(like, stream, self.rows)
         else:
@@ -190,10 +191,12 @@ class Annealed(Method):
             raise ArithmeticError(
                 f"{type(self).__name__}: all weights vanished at β = {beta:.3g}: take more temperatures, or more particles"
             )
+        # both are drawn, used or not: noise is a function of the number of the temperature alone
         offsets = random.uniform(random.fold(state.key, 0), count, state.trace.new_empty(2))
         rows = torch.arange(self.rows, device=state.key.device)
         evidence = state.log_evidence
         if self.resamples(share, beta):
+            # what resampling takes out of the weights is kept in the evidence
             rows[:particles] = systematic(weights, offsets[0])
             evidence, weights = evidence + log_mean(weights), torch.zeros_like(weights)
         if self.pilots:
@@ -214,9 +217,11 @@ class Annealed(Method):
         count = int(state.passed)
         guides = slice(self.particles, None) if self.pilots else slice(None)
         spread = state.position[guides].double().var(0)
+        # a direction in which the cloud has collapsed would freeze: scales fall by a factor of 100 a temperature at most
         mass = torch.where(torch.isfinite(spread), spread.clamp(min=1e-4 * state.inverse_mass), state.inverse_mass)
         inverse_mass = mass.to(target.dtype)
         bound = target.bound(beta=state.beta.expand(self.rows).clone())
+        # the power has changed, and with it the gradient
         likelihood, prior, gradient = bound.evaluate(state.position)
         place = Place(state.position, _sure(likelihood), prior, gradient)
         size, accepted, steps = state.step_size, note.new_zeros(()), 0
@@ -224,6 +229,7 @@ class Annealed(Method):
             length = max(1, min(self.leapfrogs, round(self.trajectory / float(size))))
             keys = [random.fold(state.key, 1 + stream) for stream in range(3)]
             counter = count * self.moves + move
+            # steps of random length keep trajectories from closing on themselves
             jitter = random.uniform(keys[2], counter, state.log_likelihood)
             moved = hamiltonian(
                 bound,
@@ -235,6 +241,7 @@ class Annealed(Method):
                 length,
             )
             place = moved.place
+            # by the guides alone: the law of a particle's path must not depend on the particles
             size = size * (CARE * (moved.acceptance[guides].mean() - self.target_acceptance)).exp()
             size = size.clamp(max=self.trajectory)
             accepted, steps = accepted + moved.acceptance[: self.particles].mean() / self.moves, steps + length
@@ -255,6 +262,7 @@ class Annealed(Method):
     def kept(self, model: Model, run: Run[ModelDensity], state: AnnealedState) -> Weights:
         """As many draws as particles, equally weighted: resampled by what weights there are."""
         target = run.prepared
+        # a stream of its own: asking twice gives the same draws
         offset = float(torch.rand((), generator=random.generator(run.seed, 8), dtype=torch.float32))
         rest = {name: value.expand(self.particles, *value.shape) for name, value in target.rest.items()}
         return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}

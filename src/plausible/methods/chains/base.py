@@ -148,10 +148,12 @@ class Chains(Method):
         target = ModelDensity(model, run.data, self.rows)
         if self.precisions_move:
             hierarchy = Hierarchy.of(model.prior, model.initial, tuple(target.like))
+            # given the weights, precisions have a conjugate law only at temperature 1
             if hierarchy is not None and model.temperature != 1.0:
                 log.info("the model is tempered: precisions of the hierarchical prior are integrated out and not sampled")
                 hierarchy = None
             target.hierarchy = hierarchy
+        # a guess at the gradients of a transition, from which follows whether compiling pays; trees are rarely full
         each = getattr(self, "leapfrogs", 2 ** min(getattr(self, "max_depth", 3), 6))
         return fastest(target, run, self.plan(model.num_data).steps * each)
 
@@ -188,8 +190,10 @@ class Chains(Method):
                 f"{type(self).__name__}: the log joint or its gradient at the starting points is not finite: standardise inputs "
                 "and targets, or start elsewhere (init='given', or init= an earlier posterior)"
             )
+        # where the density changes from call to call, acceptance would compare two different ones
         check_function(type(self).__name__, bound, position, here.log_likelihood)
         state = state._replace(**here._asdict())
+        # bound again: what the kernel adapts may decide the density, as powers of the likelihood do
         begun = self.begin(self._bound(target, state), state)
         return begun._replace(statistics=self._noted(begun, begun.statistics))
 
@@ -204,6 +208,7 @@ class Chains(Method):
         """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
         new = self.transition(self._bound(target, state), state)
         if target.hierarchy is not None:
+            # precisions given the weights, exactly; the prior and its gradient are others afterwards
             new = target.hierarchy.step(target, new)
         joint = new.log_likelihood + new.log_prior
         running = new.running if self.warming(state) else _updated(new.running, joint)
@@ -213,6 +218,7 @@ class Chains(Method):
 
     def _noted(self, state: ChainState, latest: dict[str, Tensor]) -> dict[str, Tensor]:
         """Statistics of the transitions since the last draw, of which `state` has those before the latest."""
+        # sums and means travel in the state, so that a resumed run goes on with them
         if self.thin == 1:
             return latest
         before, noted = state.statistics, dict(latest)
@@ -276,6 +282,7 @@ class Adapting(Chains):
     def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size for each chain, and the unit metric."""
         adapted = adaptation.begin(self.schedule, state.position, self.step_size or 0.1)
+        # the search goes by factors of two, so that where it starts hardly matters
         if self.step_size is None:
             step = self._first_step(target, state)(adapted.metric, adapted.step)
             adapted = adaptation.begin(self.schedule, state.position, step)
@@ -313,6 +320,7 @@ class Adapting(Chains):
         """The new state with what its transition taught, in warm-up."""
         if not self.adapt or not self.warming(old):
             return new
+        # a step size that was given is where averaging starts, and is not sought again after a change of masses
         find = self._first_step(target, new) if self.step_size is None else None
         changed = adaptation.update(
             old.adaptation, self.schedule, int(old.step), new.position, new.gradient, new.statistics["acceptance"], find
@@ -342,6 +350,7 @@ def check_counts(method: Any, **least: int) -> None:
 def check_function(who: str, target: Density, position: Tensor, log_likelihood: Tensor) -> None:
     """Refuse a density that has another value when it is asked again."""
     again, _ = target.densities(position)
+    # up to rounding, which kernels that add up in another order leave
     gap = (again - log_likelihood).abs() / (1 + log_likelihood.abs())
     if float(gap.nan_to_num(nan=0.0).max()) > 1e-4:
         raise ValueError(
@@ -355,6 +364,7 @@ def starting_points(model: Model, run: Run[Any], count: int, init: str) -> Weigh
     """Starting weights of all chains, on a leading axis: those of an earlier posterior or stage, where there is one."""
     if given := run.starts or run.before:
         there = len(next(iter(given.values())))
+        # more chains than earlier draws: they start there in turn
         return stack([index(given, c % there) for c in range(count)])
     if init == "given":
         return stack([model.initial] * count)

@@ -116,6 +116,7 @@ class ChEES(Adapting):
         tuned: Tuned = state.adaptation
         step = tuned.shared.step
         warming = self.adapt and self.warming(state)
+        # after the warm-up the average, which is less noisy than the last iterate
         length = tuned.length.log_length if warming else tuned.length.averaged
         wanted = van_der_corput(int(state.step) + 1) * float(length.exp() / step[0])
         count = max(1, min(math.ceil(wanted), self.max_leapfrogs))
@@ -128,6 +129,7 @@ class ChEES(Adapting):
     def _tuned(self, target: Density, tuned: Tuned, new: ChainState, start: Point, end: Point, time: Tensor) -> Tuned:
         """The step size by the harmonic mean of acceptances, masses in windows, T up the slope of the criterion."""
         now, acceptance = tuned.shared, new.statistics["acceptance"]
+        # the harmonic mean is ruled by the worst chains, which a common step must serve too
         harmonic = (1 / (1 / acceptance.clamp(min=LEAST)).mean()).expand_as(acceptance)
 
         def find(metric: Metric, step: Tensor) -> Tensor:
@@ -165,6 +167,7 @@ def criterion_slope(metric: Metric, start: Point, end: Point, acceptance: Tensor
     """
     assert isinstance(metric, Diagonal)
     scale = metric.inverse_mass.double().sqrt()
+    # a trajectory that ran away says nothing of where T should go
     usable = (acceptance > 0) & torch.isfinite(end.position).all(-1) & torch.isfinite(end.momentum).all(-1)
     weight = torch.where(usable, acceptance, 0.0)
     share = (weight / weight.sum().clamp(min=1e-300)).unsqueeze(-1)

@@ -117,6 +117,7 @@ def gaussian_prior(model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             leaf = torch.full_like(like, probe).requires_grad_()
             with torch.enable_grad():
                 try:
+                    # adding 0·w: a flat prior has no graph of its own
                     total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()
                 except (NotImplementedError, ValueError, TypeError):
                     raise _refusal(model, name, "which has no density for single weights") from None

@@ -120,6 +120,7 @@ class Microcanonical(Chains):
         finite = torch.isfinite(change)  # in which the density and the gradient at the end are
         accept = finite & (change.abs() <= DIVERGENT)
         heading = torch.where(accept.unsqueeze(-1), moved.adaptation.direction, -now.direction)  # or back where it came from
+        # so much noise that directions forget themselves over the length L, whatever the step
         spread = (torch.expm1(2 * now.step / now.length) / target.size).sqrt().unsqueeze(-1).to(target.dtype)
         direction = unit(heading + spread * state.normal(1, heading))
         change = torch.where(finite, change, torch.inf)
@@ -162,6 +163,7 @@ class Microcanonical(Chains):
                 now = self._reshaped(now)
         if number >= third and len(now.record):
             last, columns = new.position.shape[-1] - 1, now.record.shape[-1]
+            # coordinates evenly spread over all weights stand for the others
             chosen = torch.linspace(0, last, columns, dtype=torch.float64, device=new.position.device).long()
             now.record[number - third] = new.position[:, chosen]
             if number == self.warmup - 1 and len(now.record) >= 16:
@@ -171,6 +173,7 @@ class Microcanonical(Chains):
     def _stepped(self, now: Motion, change: Tensor, part: float) -> Motion:
         """ε⁶ ∝ the wanted over the found energy variance, in a running average that doubts what is far off."""
         begun = self.initial_energy_variance or self.energy_variance
+        # from the first energy variance to the final one, evenly in logarithms
         wanted = begun ** (1 - part) * self.energy_variance**part
         ratio = (change.square() / (now.direction.shape[-1] * wanted) + 1e-8).clamp(max=1e6)
         trust = torch.exp(-0.5 * (ratio.log() / WIDTH).square())
@@ -191,6 +194,7 @@ class Microcanonical(Chains):
         step, limit = now.step, now.limit
         if self.metric == "diag":
             scale = now.moments.metric(now.direction.dtype).inverse_mass.sqrt()  # type: ignore[union-attr]
+            # lengths are measured in standard deviations from here on, and steps with them
             shrink = math.sqrt(size) / length
             length = torch.full_like(length, math.sqrt(size))
             now = now._replace(scale=scale, weighted=torch.zeros_like(step), weight=torch.zeros_like(step))
@@ -204,6 +208,7 @@ class Microcanonical(Chains):
             return now
         count, chains, columns = now.record.shape
         effective = diagnostics.ess(now.record.reshape(1, count, -1)).reshape(chains, columns)
+        # a coordinate that never moves has no autocorrelation time: it counts as 1
         times = (count / effective.clamp(min=1)).nan_to_num(nan=1.0).mean(-1)
         return now._replace(length=AUTOCORRELATION * times * now.step)
 

@@ -98,6 +98,7 @@ class Members(Stacked):
         return self._held(model, state, *super().looped_step(model, run, state.inner, batch))
 
     def _held(self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]) -> tuple[MembersState, Info]:
+        # weights that are no part of the posterior move neither while training nor along chains
         held = {name: model.initial[name].expand_as(new.weights[name]).clone() for name in model.points}
         return MembersState({**new.weights, **held}, new.buffers, new.optimiser, new.step, state.over), info
 

@@ -56,6 +56,7 @@ class NUTS(Adapting):
         ends = windows(self.warmup).ends
         early = self.adapt and ends and int(state.step) <= ends[0]
         length, depth = block_length(state.position), min(self.max_depth, EARLY_DEPTH) if early else self.max_depth
+        # all the chances that a tree can need at once, so that noise does not depend on how deep it grows
         uniform = state.uniform(2, state.log_prior.new_empty(len(state.log_prior), width(depth, length)))
         tree = explore(target, adapted.metric, start, adapted.step, depth, uniform, length)
         known = {**tree._asdict(), "step_size": adapted.step.clone()}

@@ -125,6 +125,7 @@ class ParallelTempering(Chains):
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
         learnt: Replicas = state.adaptation
+        # all rows move in step: as many leapfrogs as the shortest step needs, and longer steps shortened to match
         count = max(1, min(self.leapfrogs, round(self.trajectory / float(learnt.step_size.min()))))
         size = learnt.step_size.clamp(max=self.trajectory / count)  # [K]
         jitter = 0.8 + 0.4 * state.uniform(JITTER, state.log_prior)
@@ -147,6 +148,7 @@ class ParallelTempering(Chains):
             rate = moved.acceptance.reshape(self.temperatures, -1).mean(1)
             learnt = self._learned(target, state, learnt, moved.place, rate, size)
         else:
+            # draws of one stretch depend on each other, so that the standard error is taken over stretches
             block = min(BLOCKS - 1, (number - self.warmup) * BLOCKS // (self.draws * self.thin))
             likelihood = place.log_likelihood.reshape(self.temperatures, -1)
             learnt = learnt._replace(bridges=bridged(learnt.bridges, block, learnt.betas, likelihood))
@@ -179,6 +181,7 @@ class ParallelTempering(Chains):
         """Who stands where, and how often one came back from the hottest power to the posterior."""
         source = order.reshape(self.temperatures, -1) // self.chains
         replica = learnt.replica.gather(0, source)
+        # a replica has made a round trip when it is back at the posterior after the hottest power
         been_hot = learnt.been_hot.scatter(0, replica[-1:], True)
         back = been_hot.gather(0, replica[:1])
         return learnt._replace(

@@ -133,6 +133,7 @@ class Stacked(Stage):
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
         """The members' states, stacked; refused before anything is allocated where memory cannot hold them."""
+        # a single state says how large all of them will be
         one = self.stage.start(model, run, key)
         held = num_bytes(one) + 3 * num_bytes(model.initial)
         require_memory(
@@ -166,12 +167,14 @@ class Stacked(Stage):
             return model.starting_at(index(run.starts, member % count))
         if self.init == "given":
             return model
+        # by the member's number in the whole ensemble, whichever process it runs in
         stream = random.generator(run.seed, 5, member)
         fresh = model.reinitialised(stream) if self.init == "fresh" else model.prior.sample(model.initial, stream)
         return model.starting_at({**model.buffers, **fresh})
 
     def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """All members at once, by vmap; batches are stacked too unless all members see the whole data."""
+        # members' own batches have one axis more
         shared = batch.y.ndim == model.target_ndim
         axes: Any = None if shared else Batch(*(None if part is None else 0 for part in batch))  # type: ignore[arg-type]
         advance = torch.func.vmap(lambda s, b: self.stage.step(model, run, s, b), in_dims=(0, axes), randomness="different")

@@ -161,6 +161,7 @@ class Laplace(Method):
     def names(self, model: Model, data: Data) -> tuple[str, ...]:
         """The weights that get a posterior; a learned noise is a point."""
         free = {n: model.initial[n] for n in model.random if not n.startswith("likelihood.")}
+        # of a number of weights, which ones is known only at the mode
         if self.where in (None, "all") or isinstance(self.where, int):
             return tuple(free)
         last = last_layer(model, next(iter(data.chunks(8)))) if self.where == "last" else ()
@@ -181,6 +182,7 @@ class Laplace(Method):
 
     def _check_size(self, model: Model, data: Data) -> None:
         first = next(iter(model.initial.values()))
+        # finding the layers runs the network, which may draw numbers
         with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
             layers = Linearisation(model, {**model.initial, **model.buffers}, next(iter(data.chunks(3))).x).all_layers
         total = sum(layer.size for layer in layers)

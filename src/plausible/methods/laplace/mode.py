@@ -153,6 +153,7 @@ class Mode:
         """How far these weights are from a mode."""
         if self.tally.log_likelihood is not None:
             self.log_likelihood = self.tally.log_likelihood.cpu()
+            # the pass that added up the curvature has added up slope and log-likelihood on its way
             _, pull = log_prior_gradient(self.model, self.weights)
             slope = self.tally.gradient
             gradient = {n: flushed((slope.pop(n) + pull.pop(n)).div_(self.model.temperature)) for n in self.names}
@@ -161,6 +162,7 @@ class Mode:
             prior = self.model.log_prior(self.weights).detach().double()
             self.log_likelihood = (value.double() * self.model.temperature - prior).cpu()
         with torch.no_grad():
+            # gᵀΛ⁻¹g: how far a Newton step would go, in posterior standard deviations
             square = float(self.curvature.quadratic({n: gradient[n] for n in self.names}, self.precision, self.factor))
             self.log_det = self.curvature.log_det(self.precision, self.factor).cpu()
         if not (math.isfinite(square) and math.isfinite(float(self.log_det))):
@@ -200,6 +202,7 @@ class Mode:
         with torch.no_grad():
             count = self.curvature.chosen
             volume = 0.5 * count * math.log(2 * math.pi) - 0.5 * self.log_det
+            # elements outside of a subnetwork are points, which the evidence is given
             masks = {}
             if count < self.curvature.size:
                 masks = {n: v > 0 for n, v in self.curvature.variances(self.precision, self.factor).items()}
@@ -316,6 +319,7 @@ def with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> 
         return model.with_settings(prior=Relevance(base, dict(precision)))
     tuned = [(n, Gaussian(float(precision[n]) ** -0.5, centre(model, n))) for n in names]
     rest = [(n, model.prior.rule(n)) for n in model.initial if n not in names]
+    # names stand for patterns in a mapping of priors, where a bracket would open a set
     return model.with_settings(prior=as_prior({n.replace("[", "[[]"): rule for n, rule in tuned + rest}))
 
 

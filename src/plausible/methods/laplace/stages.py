@@ -184,6 +184,7 @@ class Polishing(Settling):
         way, none = run.prepared, torch.zeros((), dtype=torch.int64)
         place = flatten({name: way.weights[name].detach() for name in way.free})
         if not way.limit:
+            # stages are listed before it is known which are needed: one that is not starts where it ends
             empty = begin_descent(place[:1], lambda at: (0.0, torch.zeros_like(at)), 1)
             return SettlingState(empty._replace(over=torch.ones_like(empty.over)), none)
         memory = 100 if place.numel() < 10**5 else 10  # pairs of steps and slopes, each as large as the weights
@@ -217,6 +218,7 @@ class Ridge:
         return log_joint_gradient(self.way.model, weights, self.run.data)
 
     def curved(self, weights: Weights) -> tuple[Curvature, Weights, Tensor]:
+        # a refused step asks for the same curvature again, with more damping
         if self._known is None or any(not torch.equal(weights[n], value) for n, value in self._known[0].items()):
             estimator, finished = Mode.started(self.method, self.way.model, weights, self.run.data, self.names)
             mode = finished(run_passes(estimator, self.run.data))
@@ -331,6 +333,7 @@ class AddingUp(LaterPass):
         if not isinstance(state.result, Mode):
             return {**run.before, ENDED: torch.ones(1, dtype=torch.bool)}
         now = state.result
+        # tuning goes on from the last mode; the posterior is made of the best
         best = below(BEST, run.before)
         tensors = now.tensors() | {f"tau.{n}": v for n, v in below(TAU, run.before).items()}
         others = {n: v for n, v in run.before.items() if not n.startswith((NOW, BEST))}
@@ -366,6 +369,7 @@ class Tuning(Later):
         names = self.method.names(model, run.data)
         like = below(f"{NOW}precision.", run.before)
         shaped = self.method.tune == "weight"
+        # the shapes of what will come, into which a checkpoint restores
         precision = {n: torch.zeros_like(model.initial[n] if shaped else like[n]) for n in names}
         weights = {name: value.clone() for name, value in self.weights(model, run).items()}
         return TuningState(precision, weights, torch.tensor(self.ended(run)))

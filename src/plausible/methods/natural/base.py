@@ -111,6 +111,7 @@ class NaturalGradient(Method):
     def start(self, model: Model, run: Run[Any], key: Tensor) -> NaturalState:
         """Means at the module's weights, no momentum, the curvature at `initial_hessian` + δ."""
         weights, priors = clone(model.initial), gaussian_parts(model)
+        # curvatures are divided by, so that they are kept in float32 at least
         like = {name: weights[name].to(wide(weights[name])) for name in model.random}
         curvature = {n: torch.full_like(w, self.initial_hessian + decay_of(model, priors[n])) for n, w in like.items()}
         momentum = {name: torch.zeros_like(weight) for name, weight in like.items()}
@@ -130,6 +131,7 @@ class NaturalGradient(Method):
         draws, estimates, buffers = [], [], state.buffers
         for noise in Noise.several(state.key, state.step, self.samples, antithetic=self.antithetic):
             draw = self._draw(model, state, sigma, priors, noise, batch, buffers)
+            # running statistics follow the draws one after the other
             buffers = draw.joint.buffers
             estimates.append(self.estimate(model, state, draw, noise, priors, batch))
             draws.append(draw)
@@ -167,6 +169,7 @@ class NaturalGradient(Method):
     ) -> NaturalState:
         weights, momentum, curvature = dict(state.weights), {}, {}
         lr = rate(self.lr, state.step, run.steps)
+        # once a step, and not inlined into the loop over each weight by the compiler
         correction = hold(bias_correction(self.beta1, state.step + 1))
         for name, prior in priors.items():
             weights[name], momentum[name], curvature[name] = descend(

@@ -85,10 +85,12 @@ class VOGN(NaturalGradient):
     def _of_examples(self, model: Model, weights: Weights, fixed: Weights, batch: Batch, noise: Noise) -> Weights:
         """Mean_i weight_i · ĥ_i, some examples at a time."""
         rows = num_rows(batch.x)
+        # a gradient for each example takes as many copies of the weights
         chunk = self.chunk_size or max(1, AT_ONCE // num_elements(weights))
         signs = {}
         if self.curvature == "gauss-newton":
             first = next(iter(weights.values()))
+            # one set of signs for the whole batch, cut into chunks: the estimate does not depend on their size
             signs[OUTPUTS] = noise.signs(OUTPUTS, [rows, *model.output_shape], first)
             for name in model.likelihood_names:
                 if name in weights:

@@ -76,6 +76,7 @@ class StochasticGradientChain(Method):
         plan = plan_epochs(self, num_data, per_epoch)
         burn_in = int(self.burn_in * plan.steps)
         left = plan.steps - burn_in
+        # neighbouring states are nearly the same: about a hundred of them say as much
         thin = max(1, left // 100) if self.thin is None else self.thin
         if thin > left:
             raise ValueError(

@@ -98,6 +98,7 @@ class Bound(Method):
             bound, info, moved = self.estimate(model, run, parameters, part, moving, key, step)
             return -bound / model.num_data, ({n: value.detach() for n, value in info.items()}, moved)
 
+        # over N, so that learning rates mean the same for data of any size
         info, moved, grads = self._differentiated(objective, state.weights, batch, state.buffers, state.key, state.step)
         lr = rate(self.lr, state.step, run.steps)
         weights, optimiser = self.optimiser.update(state.weights, grads, state.optimiser, lr)

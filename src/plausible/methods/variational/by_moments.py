@@ -77,6 +77,7 @@ class ByMoments(Bound):
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
         weights = clone(model.initial)
+        # constants of the quadratures before the step, which the compiler could not follow and a CUDA graph not record
         prime(next(iter(weights.values())), max(self.series, 1), (NODES, NOISE_NODES, SCALE_NODES))
         rhos = {name: torch.full_like(weights[name], self.initial_scale).log() for name in model.random}
         prior = {PRIOR + name: value for name, value in self.prior_start(model).items()}
@@ -91,6 +92,7 @@ class ByMoments(Bound):
         total, moved = self.expected(model, run.prepared, means, variances, buffers, batch, train=True)
         prior = {name.removeprefix(PRIOR): value for name, value in parameters.items() if name.startswith(PRIOR)}
         cost = self.weights_cost(model, select(parameters, model.random), scales, prior)
+        # the weights' cost rises to 1 over the warm-up; what is logged is the bound itself
         share = ((step + 1) / max(1.0, self.warmup * run.steps)).clamp(max=1.0).to(cost)
         bound = total / model.temperature - share * cost + log_prior_of_points(model, parameters)
         info = {"elbo": total.detach() / model.temperature - cost.detach(), "log_likelihood": total, "kl": cost}

@@ -60,6 +60,7 @@ class LowRank(Reparameterised):
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The exact mean, and the D² + U Uᵀ that maximises ½ log det S − ½ tr ΛS: the exact covariance from rank dims − 1 on."""
         mean, covariance = problem.posterior()
+        # a diagonal and d − 1 directions make any covariance of d weights
         if self.rank >= len(mean) - 1:
             return mean, covariance
         precision = torch.linalg.inv(covariance)

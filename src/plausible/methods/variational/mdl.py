@@ -95,6 +95,7 @@ class MDL(ByMoments):
             return {}
         values = torch.cat([model.initial[name].flatten() for name in _coded(model.random)])
         scale = values.square().mean().sqrt().clamp_min(1e-2)
+        # components spread over two standard deviations of the weights, so that each has some to hold
         places = torch.linspace(-1, 1, self.components, dtype=values.dtype, device=values.device)
         return {
             "logits": torch.zeros_like(places),
@@ -206,6 +207,7 @@ class CodedPosterior(MomentsPosterior):
                 count = y.numel() if given.mask is None else int(given.mask.sum())
                 misfits = -float(expected) / scale
         if precision is not None:
+            # a number written to a step h takes −log(density · h) nats
             misfits -= count * math.log(precision)
         return DescriptionLength(misfits, weights)
 

@@ -106,6 +106,7 @@ class MeanField(Bound):
     def _stackable(self, model: Model, outputs: Callable[[Weights], Tensor], means: Weights) -> bool:
         """Whether the samples of a step can be one pass: several of them, no running statistics, and a network that vmap takes."""
         few = self.samples < 3 and _first(means).device.type == "cpu"  # where two passes cost less than vmap
+        # running statistics follow one pass after the other, and antithetic noise needs its mirror image
         if self.samples == 1 or few or self.antithetic or model.buffers:
             return False
         two = {name: mean.expand(2, *mean.shape) for name, mean in means.items()}
@@ -122,6 +123,7 @@ class MeanField(Bound):
         for name in model.random:
             scale = torch.full_like(weights[name], self.initial_scale)
             if self.relative_scale is not None:
+                # a weight of exactly 0 would have no noise, and an infinite KL
                 scale = (self.relative_scale * weights[name].abs()).clamp_min(1e-6)
             rhos[RHO + name] = inverse_softplus(scale)
         return {**weights, **rhos}
@@ -172,6 +174,7 @@ class MeanField(Bound):
             chosen = select(means, names)
             count = sum(mean.numel() for mean in chosen.values())
             if self.empirical_bayes == "shared":
+                # the best N(m, s²) in closed form
                 centre = torch.stack([mean.sum() for mean in chosen.values()]).sum() / count
                 spread = [((m - centre).square() + scales[n].square()).sum() for n, m in chosen.items()]
                 fitted = 0.5 * count * (torch.stack(spread).sum() / count).log()

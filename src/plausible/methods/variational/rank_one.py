@@ -95,5 +95,6 @@ class Rank1(Reparameterised):
             points = one.log_prior_of_points(prior, theta)
             return -0.5 * (example * squares).sum() / problem.noise**2 - one.closed(prior, theta).value + points
 
+        # there is no closed form: the bound is maximised, in float64 and without sampling
         start = one.start(dict(one.like), self.initial_scale, random.key(0))
         return moments(maximise(bound, start))

@@ -181,6 +181,7 @@ class Refining(Stage):
         step_size = float(left[STEP].exp()) if STEP in left else method.step_size
         guess = Guess(means, scales, step_size, method.refinements, method.trajectory)
         size = None if isinstance(data, StreamData) else method.plan(data.num_data).batch_size
+        # on all data refinements have a known target, and importance weights give the evidence
         whole = isinstance(data, ArrayData) and size in (None, data.num_data)
         slopes = Slopes(model, select(left, (*model.points, *model.buffers)), data, whole=whole, size=size)
         return Sources(guess, slopes, slopes.group(method.draws_kept, num_elements(means)))
@@ -193,6 +194,7 @@ class Refining(Stage):
 
     def step(self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch) -> tuple[RefiningState, Info]:
         sources, done, number = run.prepared, int(state.done), int(state.groups)
+        # the key as one whole number, from which the noise of groups is seeded
         high, low = state.key.tolist()
         count = min(sources.group, self.method.draws_kept - done)
         drawn, log_weights = refined_group(
