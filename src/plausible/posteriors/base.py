@@ -7,7 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from plausible.core.model import Model
 from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors import pruning, saving
 from plausible.posteriors.predictive import Draws, Predictive
 from plausible.posteriors.saving import Content, example_of, kinds
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class Posterior(ABC):

@@ -37,10 +37,6 @@ LEAST = 4
 """Draws of a chain below which nothing can be said about convergence."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Draws by chain
-
-
 def stored(posterior: Any) -> DrawsPosterior:
     """The posterior, where it keeps draws in the order of its chains."""
     if not (hasattr(posterior, "store") and hasattr(posterior, "chains")):
@@ -119,10 +115,6 @@ def _indexed(name: str, shape: tuple[int, ...], places: Sequence[int]) -> list[s
         return [name] * len(places)
     rows = torch.stack(torch.unravel_index(torch.as_tensor(places), shape), -1).tolist()
     return [f"{name}[{','.join(map(str, row))}]" for row in rows]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A row for each quantity
 
 
 @dataclass(frozen=True)
@@ -211,10 +203,6 @@ def summary_table(posterior: Any, x: Any = None, names: str | Sequence[str] | No
     """
     values, words = quantities(stored(posterior), x, names)
     return SummaryTable(tuple(words), summary(values), values.shape[0], values.shape[1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole run
 
 
 def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:

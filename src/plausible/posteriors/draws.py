@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from plausible.core.draws import outputs_of_draws
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors import arviz_export, diagnostics, verdicts
 from plausible.posteriors.base import Posterior, check_draws, naming_x, record_of
 from plausible.posteriors.predictive import Draws
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class DrawsPosterior(Posterior):
@@ -51,9 +49,6 @@ class DrawsPosterior(Posterior):
 
     def __len__(self) -> int:
         return len(self.store)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
 
     def num_draws(self, draws: int | None) -> int:
         return len(self) if draws is None else draws
@@ -97,9 +92,6 @@ class DrawsPosterior(Posterior):
         if self.chains > 1:
             return self._weights_of(range(total - self.chains, total))
         return self._weights_of(sorted({round(total * (k + 1) / members) - 1 for k in range(members)} - {-1}))
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What they say
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
         return diagnostics.convergence(self, x)

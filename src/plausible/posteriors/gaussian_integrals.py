@@ -38,10 +38,6 @@ _TINY = 1e-150
 Noise = Mapping[str, Tensor]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is asked: [n, P] moments of the flattened outputs, shapes of outputs and targets as everywhere
-
-
 def law(likelihood: Likelihood, f: Moments, output_shape: tuple[int, ...], noise: Noise) -> distributions.Distribution:
     """The law of each target on its own, [1, n, *targets], the axis of the mixture being integrated over."""
     if isinstance(likelihood, likelihoods.Scaled):
@@ -170,10 +166,6 @@ def along(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     return mean + variance.clamp(min=0).sqrt() * z, (-0.5 * z * z).softmax(0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Counts
-
-
 class Counts(Mixture):
     """Counts whose mean is e^f with f ~ N(m, v): E = e^{m + v/2}, Var = E + E²·(e^v − 1) + E²·e^v/r (no last term for Poisson).
 
@@ -255,10 +247,6 @@ class Counts(Mixture):
         sharp = (precision > _SHARP) & (precision * self.scale.square() > 1)
         below = torch.where(sharp, made, super().cdf(k)[0])
         return torch.where(k < 0, 0.0, below)[None]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def _shaped(f: Moments, output_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

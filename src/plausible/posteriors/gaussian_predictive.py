@@ -73,14 +73,8 @@ class GaussianPredictive(Predictive):
         seed: int = 0,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
-        super().__init__(
-            likelihood,
-            draws or self._independent,
-            num_inputs=num_inputs,
-            num_draws=num_draws,
-            output_shape=output_shape,
-            budget_bytes=budget_bytes,
-        )
+        sizes: Any = {"num_inputs": num_inputs, "num_draws": num_draws, "output_shape": output_shape}
+        super().__init__(likelihood, draws or self._independent, budget_bytes=budget_bytes, **sizes)
         if way not in get_args(Way):
             raise ValueError(f"way must be one of {', '.join(map(repr, get_args(Way)))}, got {way!r}")
         if way != "integral" and not isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli):
@@ -117,9 +111,6 @@ class GaussianPredictive(Predictive):
     @property
     def _held(self) -> Tensor | None:
         return super()._held if self._kept is None else self._kept.mean
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Moments, block by block
 
     def _moments(self, rows: slice) -> Moments:
         """Mean [n, P] and covariance [n, P, P] or variances [n, P], as they are given."""
@@ -179,9 +170,6 @@ class GaussianPredictive(Predictive):
         outputs = (f.mean + noise).reshape(self.num_draws, len(f.mean), *self.output_shape)
         return Draws(outputs, {n: w.expand(self.num_draws, *w.shape) for n, w in self.noise.items()})
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Answers
-
     def _laws(self, copies: int = 1) -> Iterator[tuple[slice, distributions.Distribution]]:
         for rows, f in self._functions(copies * self._work):
             yield rows, integrals.law(self.likelihood, f, self.output_shape, self._wide(f))
@@ -234,9 +222,6 @@ class GaussianPredictive(Predictive):
 
     def _log_probs(self) -> Tensor:
         return self._probit[0] if self.way == "probit" else self._classes[0]
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Classes, yes/no targets being two: each pass gives log P(y = c) first
 
     @cached_property
     def _probit(self) -> tuple[Tensor, ...]:

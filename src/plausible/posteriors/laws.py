@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,14 +23,12 @@ from plausible.core.model import Model
 from plausible.core.priors import Prior
 from plausible.core.serialise import Opaque
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors.base import Posterior, check_draws, record_of
 from plausible.posteriors.draws import try_network
 from plausible.posteriors.predictive import Draws
 from plausible.posteriors.pruning import unpruned, zeroed
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 DRAWS = 100
 """Draws that are taken where none are asked for."""
@@ -332,9 +330,6 @@ class LawPosterior(Posterior):
         """Of variational families: θ, by name."""
         return self.law.parameters  # type: ignore[attr-defined]
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
-
     def num_draws(self, draws: int | None) -> int:
         return DRAWS if draws is None else draws
 
@@ -354,9 +349,6 @@ class LawPosterior(Posterior):
         """The means for one run, draws for several; with the weights and buffers that have no distribution."""
         drawn = self.weights(members) if members > 1 else {name: mean[None] for name, mean in self.means.items()}
         return drawn | {name: value.expand(members, *value.shape) for name, value in self.points.items()}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # About the law
 
     def kl(self, samples: int = 1000, seed: int = 0) -> float:
         """KL(q ‖ p) against the prior, in nats; where there is no closed form over `samples` draws."""

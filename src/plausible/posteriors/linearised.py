@@ -212,9 +212,6 @@ class LaplacePosterior(LawPosterior):
         """Log det Λ: 0-d, in float64."""
         return self.law.precision_log_det
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Functions
-
     @property
     def linearised(self) -> bool:
         """Whether functions are those of the linearised network."""
@@ -308,9 +305,6 @@ class LaplacePosterior(LawPosterior):
             num_draws=DRAWS,
             seed=seed,
         )
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Evidence
 
     def log_marginal(self, precision: Mapping[str, Tensor] | None = None) -> Tensor:
         """Log p(D) with these precisions of a Gaussian prior (default: its own), at the same mode: 0-d, differentiable in them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from plausible.core import weights as tree
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors.base import data_for, record_of
 from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 log = logging.getLogger("plausible")
 

@@ -67,9 +67,6 @@ def text(said: list[Verdict]) -> str:
     return "\n".join(" ".join(part for part in (one.headline, one.detail, one.advice) if part) for one in said)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def agreement(numbers: Numbers, weights: Numbers | None = None, functions: bool = True) -> Verdict | None:
     """Whether chains agree, by R̂: on functions, which is what predictions need, and on weights."""
     rhat, count = numbers.get("rhat"), numbers.get("chains") or 1

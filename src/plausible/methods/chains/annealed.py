@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +13,12 @@ from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import sample_given
 from plausible.blocks.chains.tempering import Place, effective, hamiltonian, log_mean, relative_variance, systematic
 from plausible.core import random
-from plausible.core.memory import require_memory
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
-from plausible.methods.chains.base import check_counts, check_function, fastest
+from plausible.methods.chains.base import check_counts, check_function, check_memory, fastest
 from plausible.posteriors.chains import ParticlesPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
 
 TRACED = ("temperature", "ess", "acceptance", "step_size", "leapfrogs", "error")
 """What is noted of each temperature; `error` is the relative standard error of the evidence so far."""
@@ -83,9 +80,6 @@ class Annealed(Method):
         if not 0 < self.target_acceptance < 1:
             raise ValueError(f"{who}: target_acceptance must be in (0, 1), got {self.target_acceptance!r}")
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What a method of this kind provides
-
     @property
     def longest(self) -> int:
         """The most temperatures there can be."""
@@ -98,9 +92,6 @@ class Annealed(Method):
     def resamples(self, share: float, beta: float) -> bool:
         """Whether particles are resampled when this share of them is effective."""
         raise NotImplementedError
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What the engine asks for
 
     @property
     def rows(self) -> int:
@@ -126,11 +117,7 @@ class Annealed(Method):
 
     def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> AnnealedState:
         target = run.prepared
-        require_memory(
-            8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
-            key.device,
-            f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
-        )
+        check_memory(self, target, "particles")
         stream, like = random.generator(run.seed, 6), {name: model.initial[name] for name in model.random}
         # particles are drawn given the weights that do not move, where the prior ties them to the others
         if not model.points or model.prior.independent:

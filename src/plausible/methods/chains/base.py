@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from plausible.blocks.chains.integrators import gradients, integrate
 from plausible.blocks.chains.masses import Metric, check_metric
 from plausible.blocks.chains.trees import DIVERGENT
 from plausible.core import random
+from plausible.core.data import Batch
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import check_number
@@ -31,9 +32,6 @@ from plausible.core.weights import Weights, index, stack
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.chains import PREFIX, ChainsPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
 
 log = logging.getLogger("plausible")
 
@@ -114,9 +112,6 @@ class Chains(Method):
         if self.init not in ("fresh", "prior", "given"):
             raise ValueError(f"{type(self).__name__}: init must be 'fresh', 'prior' or 'given', got {self.init!r}")
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What a kernel provides
-
     @property
     def rows(self) -> int:
         """Positions that move together: the chains, and for some kernels helpers beside them."""
@@ -137,9 +132,6 @@ class Chains(Method):
     def warming(self, state: ChainState) -> bool:
         return int(state.step) < self.warmup
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What the engine asks for
-
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         steps = self.warmup + self.draws * self.thin  # history has at most some 1,000 entries
         return Plan(steps, max(1, steps // 1000), None, burn_in=self.warmup, thin=self.thin, unit="transitions")
@@ -159,11 +151,7 @@ class Chains(Method):
 
     def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> ChainState:
         target = run.prepared
-        require_memory(
-            8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
-            key.device,
-            f"{type(self).__name__}: {self.rows:,} chains of {target.size:,} weights",
-        )
+        check_memory(self, target, "chains")
         return self.started(target, target.flatten(starting_points(model, run, self.rows, self.init)), key)
 
     def started(self, target: Density, position: Tensor, key: Tensor) -> ChainState:
@@ -345,6 +333,12 @@ def check_counts(method: Any, **least: int) -> None:
         value = getattr(method, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
             raise ValueError(f"{type(method).__name__}: {setting} must be a whole number of at least {lowest}, got {value!r}")
+
+
+def check_memory(method: Any, target: Density, what: str) -> None:
+    """Refuse more rows than fit: positions, gradients and what trajectories hold, about eight copies."""
+    needed = 8 * method.rows * target.size * torch.finfo(target.dtype).bits // 8
+    require_memory(needed, target.device, f"{type(method).__name__}: {method.rows:,} {what} of {target.size:,} weights")
 
 
 def check_function(who: str, target: Density, position: Tensor, log_likelihood: Tensor) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, ModelDensity
+from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.engine.method import Run
 from plausible.methods.chains.base import STATISTICS, Chains, ChainState
-
-if TYPE_CHECKING:
-    from plausible.core.model import Model
 
 SHRINKAGES = 100  # after so many the bracket has closed: the chain stays where it is
 PROBES = (0.0, 1.0, -2.0, 5.0)  # points at which the prior's slope must lie on one line

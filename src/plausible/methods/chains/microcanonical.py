@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -59,12 +59,8 @@ class Microcanonical(Chains):
     step_size: float | None = None
     length: float | None = None
 
-    traits: ClassVar[Traits] = Traits(
-        verb="sample",
-        divisible=False,
-        noisy=True,
-        mixed_precision=False,
-        bias="no step is refused: relative errors of variances of the order of √energy_variance",
+    traits: ClassVar[Traits] = replace(
+        Chains.traits, bias="no step is refused: relative errors of variances of the order of √energy_variance"
     )
 
     def __post_init__(self) -> None:
@@ -147,9 +143,6 @@ class Microcanonical(Chains):
         after = target.value(there.log_likelihood, there.log_prior)
         moved = state._replace(position=position, **there._asdict(), adaptation=now._replace(direction=direction))
         return moved, kinetic + before - after
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Warm-up
 
     def _learned(self, now: Motion, new: ChainState, change: Tensor) -> Motion:
         """After a transition of the warm-up with these energy errors."""

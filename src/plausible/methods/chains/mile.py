@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
@@ -15,9 +16,6 @@ from plausible.engine.method import Info, Run, Stage
 from plausible.methods.chains.microcanonical import Microcanonical
 from plausible.methods.ensembles.ensemble import Stacked
 from plausible.methods.points.map import MAP, MAPState
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
 
 
 @register
@@ -50,16 +48,8 @@ class MILE(Microcanonical):
     @classmethod
     def conforming(cls) -> MILE:
         # Short training, and steps so small that the bias drowns in the noise
-        return cls(
-            draws=50,
-            chains=128,
-            warmup=200,
-            thin=3,
-            energy_variance=1e-5,
-            initial_energy_variance=0.1,
-            metric="diag",
-            mode=MAP(epochs=40, batch_size=None, lr=0.05),
-        )
+        mode, small = MAP(epochs=40, batch_size=None, lr=0.05), {"energy_variance": 1e-5, "initial_energy_variance": 0.1}
+        return cls(draws=50, chains=128, warmup=200, thin=3, metric="diag", mode=mode, **small)
 
     def stages(self) -> tuple[Stage, ...]:
         return (Members(self.mode, self.chains, self.init), self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -35,11 +35,8 @@ from plausible.methods.laplace.stages import (
     restored,
 )
 from plausible.methods.points.map import MAP
-from plausible.posteriors.base import record_of
+from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.linearised import PREDICTIVES
-
-if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
 

@@ -67,20 +67,8 @@ class Mode:
         else:
             precision = dict(earlier.precision)
         tally = Tally()
-        estimator = start(
-            restricted,
-            weights,
-            data,
-            structure=method.structure,
-            curvature=method.curvature,
-            precision=precision,
-            sharing=method.sharing,
-            rank=method.rank,
-            chunk=method.chunk,
-            negligible=method.negligible,
-            chosen=chosen,
-            tally=tally,
-        )
+        how = {name: getattr(method, name) for name in ("structure", "curvature", "sharing", "rank", "chunk", "negligible")}
+        estimator = start(restricted, weights, data, precision=precision, chosen=chosen, tally=tally, **how)
 
         def finished(curvature: Curvature) -> Mode:
             scale = 1.0 / float(model.temperature)
@@ -115,20 +103,10 @@ class Mode:
             if dot:
                 parts[part][name] = value
         curvature = Curvature.restored(about["structure"], about["blocks"], parts["curvature"])
-        return cls(
-            method,
-            model,
-            parts["weight"],
-            data,
-            names,
-            curvature,
-            parts["precision"],
-            float(about["scale"]),
-            Tally(),
-            about["report"],
-            tensors["log likelihood"].cpu(),
-            tensors["log det"].cpu(),
-        )
+        weights, precision = parts["weight"], parts["precision"]
+        mode = cls(method, model, weights, data, names, curvature, precision, float(about["scale"]), Tally(), about["report"])
+        mode.log_likelihood, mode.log_det = tensors["log likelihood"].cpu(), tensors["log det"].cpu()
+        return mode
 
     @property
     def factor(self) -> Tensor:
@@ -222,20 +200,8 @@ class Mode:
             model = model.with_settings(prior=model.prior.base)
         means = {n: self.weights[n] for n in self.names}
         points = {n: self.weights[n] for n in (*model.points, *model.buffers)}
-        return LaplacePosterior(
-            self.method,
-            model,
-            record,
-            CurvedGaussian(means, self.curvature, self.precision, self.scale),
-            points,
-            self.method.predictive,
-            self.evidence(),
-            self.report,
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The prior
+        law, predictive = CurvedGaussian(means, self.curvature, self.precision, self.scale), self.method.predictive
+        return LaplacePosterior(self.method, model, record, law, points, predictive, self.evidence(), self.report)
 
 
 class Relevance(Prior):
@@ -351,10 +317,6 @@ def widest_elements(diagonal: Curvature, precision: Weights, count: int) -> Tens
     if count > len(whole):
         raise ValueError(f"Laplace: where={count} asks for more weights than there are ({len(whole):,})")
     return whole.topk(count).indices.sort().values
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
 
 
 def check_deterministic(model: Model, weights: Weights, data: Data) -> None:

@@ -116,10 +116,6 @@ class Later(Stage):
         return model.likelihood_names if below(TAU, run.before) and tunable_noise(model) else ()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# To the mode on all data
-
-
 class Course(NamedTuple):
     """The model at hand, the weights to start from, those that move, how many iterations at most (0: none)."""
 
@@ -255,10 +251,6 @@ class Climbing(Settling):
         return {**run.before, **named("", state.search.weights)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# At the mode
-
-
 class LaterPass(Later, Pass):
     traits: ClassVar[Traits] = Pass.traits
 
@@ -349,10 +341,6 @@ def restored(method: Laplace, model: Model, run: Run[Any], tensors: Mapping[str,
     at = with_precision(model, tau, names) if tau else model
     mode = {n: v for n, v in tensors.items() if not n.startswith("tau.")}
     return Mode.restored(method, at, run.data, names, mode)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hyper-parameters
 
 
 class TuningState(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -28,10 +28,11 @@ from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.methods.variational.bound import INDEPENDENT, Bound
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
 Priors = dict[str, Quadratic | None]
@@ -81,12 +82,7 @@ class NaturalGradient(Method):
     microbatches: int = 1
     points_lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3))
 
-    traits: ClassVar[Traits] = Traits(
-        keeps_draws=False,
-        noisy=True,
-        tolerance=0.05,
-        bias="independent weights: each scale is that of the weight given all others",
-    )
+    traits: ClassVar[Traits] = replace(Bound.traits, divisible=True, bias=INDEPENDENT)
     positive: ClassVar[Positive] = staticmethod(retract)
 
     def __post_init__(self) -> None:

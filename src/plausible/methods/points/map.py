@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.adversarial import input_range, with_neighbours
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
@@ -19,7 +20,6 @@ from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
     from plausible.testing import LinearGaussian
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plausible.core import random
+from plausible.core.data import Batch
 from plausible.core.model import Joint, Model
 from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, register
@@ -20,7 +21,6 @@ from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
     from plausible.testing import LinearGaussian
 
 

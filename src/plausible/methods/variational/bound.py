@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import Optimiser
 from plausible.core.schedules import Schedule, as_schedule, rate
@@ -16,9 +17,8 @@ from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-
+INDEPENDENT = "independent weights: each scale is that of the weight given all others"
+"""What to expect of methods whose weights are independent, in words."""
 RHO = "rho of "
 """What the names of raw scales begin with, among the parameters."""
 

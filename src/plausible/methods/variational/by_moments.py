@@ -13,15 +13,14 @@ from plausible.blocks.moments.gaussians import Weight
 from plausible.blocks.moments.networks import Layer, check, model_network, propagate
 from plausible.blocks.moments.quadrature import NODES, prime
 from plausible.blocks.variational import entropy, expected_log_prior
-from plausible.core.data import num_rows
+from plausible.core.data import Batch, num_rows
 from plausible.core.model import Model
 from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import Run, Traits
-from plausible.methods.variational.bound import RHO, Bound, Terms, log_prior_of_points
+from plausible.methods.variational.bound import INDEPENDENT, RHO, Bound, Terms, log_prior_of_points
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
     from plausible.testing import LinearGaussian
 
 PRIOR = "prior's "
@@ -42,11 +41,7 @@ class ByMoments(Bound):
     normalises: ClassVar[bool] = True
     """Whether batch norm follows the batches; otherwise its statistics stay as they are."""
     traits: ClassVar[Traits] = Traits(
-        divisible=False,
-        keeps_draws=False,
-        deterministic=True,
-        mixed_precision=False,
-        bias="independent weights: each scale is that of the weight given all others",
+        divisible=False, keeps_draws=False, deterministic=True, mixed_precision=False, bias=INDEPENDENT
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.by_moments import ByMoments, kl
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
-
-if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
 
 
 @register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from plausible.blocks.stochastic import Noise, gaussians, log_density, survey
 from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, kl_weight
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Run, Traits
-from plausible.methods.variational.bound import RHO, Bound, Terms, check_sampling, log_prior_of_points
+from plausible.methods.variational.bound import INDEPENDENT, RHO, Bound, Terms, check_sampling, log_prior_of_points
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
 
@@ -65,13 +65,7 @@ class MeanField(Bound):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "mean-field"
-    traits: ClassVar[Traits] = Traits(
-        divisible=False,
-        keeps_draws=False,
-        noisy=True,
-        tolerance=0.05,
-        bias="independent weights: each scale is that of the weight given all others",
-    )
+    traits: ClassVar[Traits] = replace(Bound.traits, bias=INDEPENDENT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

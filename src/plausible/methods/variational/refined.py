@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from plausible.blocks.refinement import Guess, Slopes, log_initial, refine, refined_group, slope_in_training
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy
-from plausible.core.data import ArrayData, StreamData
+from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
@@ -22,11 +22,8 @@ from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
 from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits
 from plausible.methods.variational.bound import Bound, BoundState, Terms
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.posteriors.base import Posterior
 
 SCALE, STEP = "log scale of ", "log step size"
 
@@ -62,14 +59,8 @@ class Refined(Bound):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "refined"
-    traits: ClassVar[Traits] = Traits(
-        divisible=False,
-        keeps_draws=False,
-        noisy=True,
-        mixed_precision=False,
-        tolerance=0.1,
-        bias="independent weights, as far as the refinements do not make up for it",
-    )
+    bias: ClassVar[str] = "independent weights, as far as the refinements do not make up for it"
+    traits: ClassVar[Traits] = replace(Bound.traits, mixed_precision=False, tolerance=0.1, bias=bias)
 
     def __post_init__(self) -> None:
         super().__post_init__()

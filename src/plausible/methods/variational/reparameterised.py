@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from plausible.blocks.families import Family
 from plausible.blocks.variational import kl_weight
 from plausible.core import random
+from plausible.core.data import Batch
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
@@ -18,11 +19,8 @@ from plausible.core.schedules import Cosine, Schedule
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.bound import Bound, Terms, check_sampling, log_prior_of_points
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.posteriors.base import Posterior
 
 THETA = "q of "
 COPIES = 6
