@@ -49,7 +49,7 @@ from plausible.engine.method import Method as Method
 from plausible.methods.chains.metropolis import Metropolis as Metropolis
 from plausible.core.model import Model as Model
 from plausible.engine.watching import Monitor as Monitor
-from plausible.methods.variational.multiplicative_flow import MultiplicativeFlow as MultiplicativeFlow
+from plausible.methods.variational.flow import MultiplicativeFlow as MultiplicativeFlow
 from plausible.methods.chains.nuts import NUTS as NUTS
 from plausible.methods.chains.parallel_tempering import ParallelTempering as ParallelTempering
 from plausible.posteriors.base import Posterior as Posterior

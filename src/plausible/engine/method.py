@@ -273,6 +273,13 @@ def check_training(method: Any) -> None:
             raise ValueError(f"{who}: batch_size must be at least 1, got {size}")
 
 
+def check_choice(method: Any, setting: str, known: Sequence[str]) -> None:
+    value = getattr(method, setting)
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{type(method).__name__}: {setting} must be {', '.join(others)} or {last}, got {value!r}")
+
+
 def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **settings: Any) -> Plan:
     """The plan of `epochs` passes in batches; the number of steps is that of a loader which keeps its last, short batch."""
     size = min(128, num_data) if method.batch_size == "auto" else method.batch_size

@@ -125,6 +125,7 @@ def _run_stage(
     stopping = None
     if held is not None and plan.patience is not None:
         stopping = Stopping(state, held, plan.patience, stage.members)
+    # a step's arithmetic, by which it gets one thread or several
     rows = (plan.batch_size or data.num_data) * (stage.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x
     with threads(model.network, x, work=num_elements(model.initial) * rows, device=model.device), _batch_norm_explained():

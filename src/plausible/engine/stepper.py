@@ -225,6 +225,7 @@ def make(mode: StepMode, step: Step, model: Model, run: Run[Any], state: Any, so
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         log.warning("this step could not be %s (%s): it runs eagerly", "captured" if "captured" in mode else "compiled", reason)
         log.debug("the reason in full", exc_info=True)
+        # from the state as it was: the failed attempt may have written into the old one
         return Eager(step, model, run, snapshot, source), "eager"
     finally:
         if "captured" not in mode:  # which has put its own back

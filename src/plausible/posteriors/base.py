@@ -34,18 +34,10 @@ class Posterior(ABC):
     estimate of log p(D) where the method has one: given the weights trained as points, where there are some, and under the prior
     that was fitted, where a method fits it. `parts` are the posteriors of which this one is a mixture.
 
-    A subclass has a `kind`, the word for it in files, and says four things:
-
-    - `num_draws(draws)`: how many draws are meant, also by None;
-    - `evaluate(inputs, draws, seed, batch_size)`: f(x) for them. The same `draws` and `seed` must mean the same functions whatever
-      the inputs, since large inputs come in blocks;
-    - `content()`: the tensors and settings it consists of;
-    - `rebuilt(method, model, run, content)`: the same posterior from them, here or on another device. Saving, loading and moving
-      follow.
-
-    There need be no weights, nor weights that can be stacked. Where there are, it says `weights` and `starting_points`; with
-    `networks`, their means and scales, it can be pruned, and its draws must then be 0 where `masks` are False (`kept`). It may say
-    more in `diagnostics` and `status`.
+    A subclass has a `kind`, the word for it in files, and says `num_draws`, `evaluate` (the same `draws` and `seed` must mean the
+    same functions whatever the inputs, since large inputs come in blocks), `content` and `rebuilt`; saving, loading and moving
+    follow. There need be no weights. Where there are, it says `weights` and `starting_points`; with `networks` it can be pruned,
+    and its draws must then be 0 where `masks` are False (`kept`). See docs/extending.md.
     """
 
     kind: ClassVar[str] = ""

@@ -278,6 +278,7 @@ class _Continued(Method):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
         """`more` draws, the first after what is missing to it where the run was stopped between two."""
         plan = self.method.plan(num_data)
+        # a run that was stopped between two draws owes the rest of its thinning
         since = (int(self.state[-1]) - plan.burn_in) % plan.thin  # a state ends with the number of its transitions
         return replace(plan, steps=self.more * plan.thin - since, per_epoch=1, burn_in=-since)
 
@@ -287,6 +288,7 @@ class _Continued(Method):
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
         fresh = self.method.start(model, run, key)
         leaves = tree.tensors(fresh)
+        # leaves are matched by their place: another method or network has others
         if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self.state]:
             raise ValueError("the state of these chains does not fit this network and method: it belongs to another run")
         for leaf, value in zip(leaves, self.state):

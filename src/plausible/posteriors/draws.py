@@ -74,6 +74,7 @@ class DrawsPosterior(Posterior):
         source = lambda first, count: self._weights_of(distinct[first : first + count])  # noqa: E731
         values, noise = outputs_of_draws(self.model, source, len(distinct), inputs, batch_size=batch_size)
         if rows != distinct:
+            # back to the order that was asked for
             position = {row: i for i, row in enumerate(distinct)}
             order = torch.tensor([position[row] for row in rows], device=values.device)
             values, noise = values[order], tree.index(noise, order)

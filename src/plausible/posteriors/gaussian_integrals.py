@@ -206,6 +206,7 @@ class Counts(Mixture):
         value = value.to(self.log_mean)
         middle = self._mode(value)
         width = torch.rsqrt(1 + self.scale.square() * self._slope(value, self.log_mean + self.scale * middle)[1])
+        # centred at the mode and scaled by the curvature there: the integrand may be far narrower than N(m, v)
         z = middle + width * _grid(_REACH, _CHOSEN, middle)
         inside = self._make(self.log_mean + self.scale * z).log_prob(value) - 0.5 * z * z
         constant = math.log(2 * _REACH / (_CHOSEN - 1)) - 0.5 * math.log(2 * math.pi)
@@ -225,6 +226,7 @@ class Counts(Mixture):
         # the mode lies between the prior's and where the counts alone would put it, and no further than the slope pulls
         far = torch.where(pull > 0, torch.minimum(pull, counts), torch.maximum(pull, counts))
         low, high = far.clamp(max=0), far.clamp(min=0)
+        # bisection: the slope is monotone, and Newton's steps may overshoot
         for _ in range(60):
             middle = 0.5 * (low + high)
             rising = scale * self._slope(k, mean + scale * middle)[0] > middle
@@ -301,6 +303,7 @@ def _normal_density(f: Moments, noise: Tensor, y: Tensor, observed: Tensor) -> T
     noises = torch.diag_embed(torch.where(observed, noise, 1.0))
     covariance = torch.where(both, f.covariance, 0.0)  # type: ignore[arg-type]
     factor, info = torch.linalg.cholesky_ex(covariance + noises)
+    # rounding can make V indefinite by a little, and the noise is too small to cover it
     if bool((info != 0).any()):
         half = root(covariance)
         factor = torch.linalg.cholesky(half @ half.mT + noises)
@@ -318,6 +321,7 @@ def _gamma_rule(df: float) -> tuple[list[float], list[float]]:
     a = 0.5 * df
     left, right = -(40 / a + 1), min(math.log1p(40 / a) + 1, math.sqrt(100 / a) + 0.1)
     left = max(left, -math.sqrt(100 / a) - 100 / a)
+    # fine enough for wide laws of few degrees of freedom too
     u = np.linspace(left, right, max(NODES, math.ceil((right - left) / 0.3)))
     logs = a * (u - np.expm1(u))
     weight = np.exp(logs - logs.max())
@@ -331,6 +335,7 @@ def _sobol(size: int, count: int, seed: int) -> Tensor:
     if size > torch.quasirandom.SobolEngine.MAXDIM:
         z = random.normals(seed, 23, count=half * size, like=torch.empty(0, dtype=torch.float64)).reshape(half, size)
     else:
+        # points that fill the space evenly: the error falls almost like 1/Q and not like 1/√Q
         engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed % 2**31)
         z = torch.special.ndtri(engine.draw(half, dtype=torch.float64).clamp(2**-31, 1 - 2**-31))
     return torch.cat([z, -z])[:count]

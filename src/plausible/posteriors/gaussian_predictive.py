@@ -32,30 +32,21 @@ class GaussianPredictive(Predictive):
     """p(y | x) = ∫ p(y | f) N(f; m(x), V(x)) df for N inputs: what `Predictive` answers, without the noise of finitely many draws.
 
     `moments(rows)` gives, for a slice of the inputs, the mean [n, *O] of the outputs and their covariance [n, P, P] with P = ΠO, or
-    variances [n, *O] where outputs are independent or P² is too much. It is called for the first input, then in blocks, once where
-    all of it fits into `budget_bytes`. `noise` holds the likelihood's own weights, if it has any: points, `likelihood.log_scale` of
-    shape () or (O,).
+    variances [n, *O] where outputs are independent or P² is too much. `noise` holds the likelihood's own weights, if it has any:
+    points, `likelihood.log_scale` of shape () or (O,). `draws` is a source as that of `Predictive`, coherent over the inputs, for
+    `functions` and `sample`; without it inputs are drawn independently from N(m, V), by `seed`.
 
-    Gaussian noise: exact, y ~ N(m, V + σ²). Other numbers and counts: see `plausible.gaussian_integrals`; no answer has a seed.
+    Gaussian noise: exact, y ~ N(m, V + σ²). Other numbers and counts: see `plausible.gaussian_integrals`. Classes, by `way`:
 
-    Classes, by `way`:
+    "integral"  E softmax(f): for two classes by the trapezoidal rule over the log odds (129 nodes, error below 1e-7 up to a
+                deviation of 10), for more over `nodes` points that fill N(m, V) evenly. Cost: nodes·N·C², with variances nodes·N·C.
+    "probit"    σ(κm) with κ = (1 + πv/8)^−½ (MacKay 1992), for C > 2 classes softmax(κ_c·m_c): off by up to 0.02 for two classes.
+                `epistemic` and `mutual_information` are those of the integral, the aleatoric parts what they leave. Cost: N·C.
+    "bridge"    the Dirichlet with α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c, m and v those of f less its mean over classes
+                (MacKay 1998; Hobbhahn, Kristiadi & Hennig 2022, who condition on that mean being 0): all parts in closed form.
+                Coarse: it matches the variances, and for two classes its mean is softmax(m) whatever V is. Cost: N·C².
 
-    "integral"  E softmax(f): for yes/no targets and two classes by the trapezoidal rule over the log odds (129 nodes, error below
-                1e-7 up to a standard deviation of 10), for more over `nodes` points that fill N(m, V) evenly (by default 1,024
-                for up to 64 classes, at least 64). Cost: nodes·N·C², with variances nodes·N·C.
-    "probit"    σ(κm) with κ = (1 + πv/8)^−½ (MacKay 1992), for C > 2 classes softmax(κ_c·m_c), κ_c from the variance of each logit:
-                approximate, off by up to 0.02 for two classes. `probs`, `log_prob` and `entropy` are these; `epistemic` and
-                `mutual_information` are those of the integral, and the aleatoric parts what they leave. Cost: N·C.
-    "bridge"    the Dirichlet with α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c, m and v those of f less its mean over classes,
-                which the softmax does not see (the Laplace bridge; MacKay 1998; Hobbhahn, Kristiadi & Hennig 2022, who condition
-                on that mean being 0): all parts in closed form. Coarse: it matches the variances. For two classes its mean is
-                softmax(m) whatever V is; for more it tends to that only where V has the shape of a Dirichlet's. Cost: N·C².
-
-    Targets of one input (several labels, positions, outputs) are explained together by `log_prob`, V being their covariance; by
-    "probit" and "bridge" each on its own.
-
-    `draws` is a source as that of `Predictive`, of `num_draws` draws that are coherent over the inputs: it serves `functions`,
-    `sample` and decisions about several inputs. Without it inputs are drawn independently of one another from N(m, V), by `seed`.
+    Targets of one input are explained together by `log_prob`, V being their covariance; by "probit" and "bridge" each on its own.
     """
 
     def __init__(
@@ -137,6 +128,7 @@ class GaussianPredictive(Predictive):
 
     def _functions(self, each: int) -> Iterator[tuple[slice, Moments]]:
         """Slices of the inputs with the moments of f in float64; so few that `each` numbers for each of them fit the block."""
+        # moments are kept where they fit, since each question would propagate them again
         numbers = self._size * (1 + (self._size if self._full else 1))
         if self._kept is None and 8 * numbers * self.num_inputs <= self._budget:
             parts = [self._moments(rows) for rows in self._slices(numbers)]
@@ -157,6 +149,7 @@ class GaussianPredictive(Predictive):
     def _independent(self, rows: slice) -> Draws:
         """Draws of N(m, V), each input on its own: a function of the seed and the number of the input."""
         f = self._moments(rows)
+        # whole groups are drawn, so that an input's noise does not depend on the block it comes in
         groups = range(rows.start // _GROUP, -(-rows.stop // _GROUP))
         shape = (self.num_draws, _GROUP, self._size)
         drawn = [random.normals(self.seed, 29, group, count=math.prod(shape), like=f.mean) for group in groups or range(1)]
@@ -206,6 +199,7 @@ class GaussianPredictive(Predictive):
         return self._probit[2] if self.way == "probit" else self._entropies("entropy")[0]
 
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
+        # a single target, or independent ones: the joint density is the product of the marginal ones
         alone = targets.numel() == len(targets) or not self._full or self.way != "integral"
         if self.likelihood.kind in CLASSES and alone:
             logs = self._log_probs()
@@ -334,6 +328,7 @@ def _bridge(logits: Moments) -> Tensor:
     else:
         rows = variance / classes
     variance = (variance - 2 * rows + rows.mean(-1, keepdim=True)).clamp(min=1e-300)
+    # in logarithms: α overflows where the network is sure
     shape = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(classes)
     if classes > 2:
         shape = torch.logaddexp(shape, shape.new_full((), math.log1p(-2 / classes)))

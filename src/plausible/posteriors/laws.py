@@ -139,6 +139,7 @@ class DiagonalGaussian(Law):
 
     @functools.cached_property
     def noise(self) -> Tensor:
+        # noise in the widest type, rounded for narrower weights
         widest = max(self.means.values(), key=lambda mean: torch.finfo(mean.dtype).bits)
         return widest.new_empty(1).expand(tree.num_elements(self.means))
 
@@ -370,6 +371,7 @@ class LawPosterior(Posterior):
         ratios = ratios[ratios.isfinite()]
         quartiles = torch.full((3,), torch.nan)
         if len(ratios):  # torch.quantile takes no more than 16 million numbers, and a hundred thousand are enough
+            # evenly thinned, so that every layer is among them
             thinned = ratios[:: -(-len(ratios) // 100_000)]
             quartiles = torch.quantile(thinned, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
         divergence = self.kl(samples=100) if self.law.kl_of_pruned or not self._masks else None

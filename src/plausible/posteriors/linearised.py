@@ -88,6 +88,7 @@ class CurvedGaussian(Law):
 
     def log_density(self, weights: Weights) -> Tensor:
         away = {name: weights[name] - mean for name, mean in self.means.items()}
+        # Λ is a sum of structures, whose products are cheap; it is never formed
         product = self.precision_product(away)
         square = torch.stack([(away[name] * product[name]).sum() for name in away]).sum()
         return 0.5 * (self.precision_log_det - square - self.curvature.chosen * math.log(2 * math.pi))
@@ -126,6 +127,7 @@ class CurvedGaussian(Law):
             spread = sum(0.5 * (tau[n] * s.square()).sum() for n, s in scales.items())
             return float(-entropy - (gaussian_log_prior(residuals, tau, free) - spread))
         closed, rest = expected_log_prior(prior, wide, {n: s.clamp(min=1e-150) for n, s in scales.items()})
+        # what points added is taken out again: they have no density
         for name in (n for n in free if n not in rest and not bool(free[n].all())):
             closed = closed - prior.elementwise(name, wide[name])[~free[name]].sum()
         # a prior that ties weights together needs draws of all of them at once

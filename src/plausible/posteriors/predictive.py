@@ -123,6 +123,7 @@ class Predictive:
         return outputs.dtype if outputs.dtype in (torch.float32, torch.float64) else torch.float32
 
     def _draws(self, rows: slice) -> Draws:
+        # float64 is what all questions compute in
         size = 8 * self.num_draws * self.num_inputs * math.prod(self.output_shape)
         if self._whole is None and size <= self._budget:
             self._whole = self._fetch(slice(0, self.num_inputs))
@@ -175,6 +176,7 @@ class Predictive:
         for values in results:
             if not whole:
                 shapes = [(*v.shape[:axis], self.num_inputs, *v.shape[axis + 1 :]) for v in values]
+                # counts and classes keep their type
                 types = [self._dtype if v.is_floating_point() else v.dtype for v in values]
                 whole = [v.new_empty(shape, dtype=dtype) for v, shape, dtype in zip(values, shapes, types)]
             count = values[0].shape[axis]

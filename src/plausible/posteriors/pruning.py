@@ -44,13 +44,11 @@ def prune(
 ) -> AnyPosterior:
     """w_i = 0 in every draw for the weights that come last by `by`: a posterior of the same kind, with `masks`.
 
-    fraction: the share of weights that are 0 afterwards, from 0 to 1; ties go in the order of the weights. Weights that were
-        pruned earlier count, so that pruning ½ and then ¾ is pruning ¾.
-    threshold: instead of a fraction, prune all with snr or magnitude below it, or log_alpha above it. SNR is a ratio here:
-        d decibels are `10 ** (d / 20)`.
+    fraction: the share of weights that are 0 afterwards, those that were pruned earlier among them.
+    threshold: prune all with snr or magnitude below it, or log_alpha above it; d decibels are 10 ** (d / 20).
     by: "snr", "magnitude" or "log_alpha".
-    where: the weights to choose from: None those of two axes or more (matrices and kernels, as Blundell et al. count them; no
-        biases, no norms), "all", patterns of names, or a predicate of the name. The likelihood's own weights are never pruned.
+    where: the weights to choose from: None those of two axes or more (as Blundell et al. count them), "all", patterns of names,
+        or a predicate of the name. The likelihood's own weights are never pruned.
     per_layer: the fraction holds in each weight tensor, and not only over all of them.
 
     Means and scales are those of the posterior; of stored draws, the mean and standard deviation over the draws of a chain. Each

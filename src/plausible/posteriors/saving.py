@@ -132,6 +132,7 @@ def _put(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
         return
     old = storage.beside(target)
+    # a folder cannot be renamed onto another that is not empty
     os.rename(target, old)
     try:
         os.rename(temporary, target)

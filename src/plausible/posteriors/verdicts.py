@@ -41,6 +41,7 @@ def judged(numbers: Numbers, weights: Numbers | None = None, *, functions: bool 
 
     Agreement first, then what else is to be said, the worst first. Empty where there are too few draws to say anything.
     """
+    # of weights that disagree, few effective draws say the same thing twice
     skipped = sizes if _apart(numbers) and not functions else None
     rest = [said for rule in RULES if rule is not skipped and (said := rule(numbers)) is not None]
     first = agreement(numbers, weights, functions)
@@ -145,6 +146,7 @@ def sizes(numbers: Numbers) -> Verdict | None:
     if _apart(numbers):
         advice = "Chains that disagree have few: see to that first."
     elif "acceptance" in numbers and draws and size > 0:
+        # effective draws grow with the length of the chains, rounded up to hundreds
         more = math.ceil((ESS * count / size - 1) * draws / count / 100) * 100
         slow = "; so many say that the sampler moves slowly: warm up longer, or try another metric"
         advice = (
@@ -219,7 +221,7 @@ def acceptance(numbers: Numbers) -> Verdict | None:
     aimed = f"{percent(value)} of the proposals were accepted where {percent(target)} were aimed at"
     if value < 0.6 * target:
         why = "Steps are too long: chains stand still for long."
-        advice = "Warm up longer, so that the step size is numbers, or give a smaller step_size."
+        advice = "Warm up longer, so that the step size is found, or give a smaller step_size."
         return Verdict("unclear", f"Only {aimed}.", why, advice)
     if value > 1 - (1 - target) / 4:
         short = "Steps are shorter than they need be, which costs time and nothing else; a longer warm-up may find longer ones."

@@ -65,6 +65,7 @@ class AnnealedImportance(Annealed):
         holds as far as the draws follow the posterior. `posterior` is that of chains, with the data they were fitted to and
         `particles` + `pilots` draws at least; the standard error takes them for independent. Cost: that of a fit by this method.
         """
+        # the bound is on the evidence of the data that the draws were fitted to, and of no others
         data = getattr(posterior, "data", None)
         if data is None:
             raise ValueError(

@@ -102,6 +102,7 @@ class Annealed(Method):
 
     def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
         who = type(self).__name__
+        # an improper prior has no draws, and no normalising constant from which to count
         if improper := [name for name in model.random if not model.prior.rule(name).proper]:
             raise ValueError(
                 f"{who}: prior of {', '.join(improper)} is improper, so that it has no draws to start from and no evidence; choose "
@@ -140,18 +141,18 @@ class Annealed(Method):
         check_function(type(self).__name__, target, position, likelihood)
         zero = torch.zeros((), dtype=torch.float64, device=key.device)
         return AnnealedState(
-            position,
-            _sure(likelihood),
-            prior,
-            zero.expand(self.particles).clone(),
-            torch.arange(self.particles, device=key.device),
-            zero.clone(),
-            zero.clone(),
-            zero + min(self.trajectory, position.shape[-1] ** -0.25),
-            position.double().var(0),
-            zero.expand(self.longest, len(TRACED)).clone(),
-            key,
-            torch.zeros((), dtype=torch.int64, device=key.device),
+            position=position,
+            log_likelihood=_sure(likelihood),
+            log_prior=prior,
+            log_weights=zero.expand(self.particles).clone(),
+            ancestors=torch.arange(self.particles, device=key.device),
+            log_evidence=zero.clone(),
+            beta=zero.clone(),
+            step_size=zero + min(self.trajectory, position.shape[-1] ** -0.25),
+            inverse_mass=position.double().var(0),
+            trace=zero.expand(self.longest, len(TRACED)).clone(),
+            key=key,
+            passed=torch.zeros_like(zero, dtype=torch.int64),
         )
 
     def step(self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch) -> tuple[AnnealedState, Info]:
@@ -162,6 +163,7 @@ class Annealed(Method):
         if not self.finished(state):  # else nothing, so that results do not depend on when the end is noticed
             state = self._moved(target, *self._weighted(state))
         row = state.trace[int(state.passed) - 1]
+        # pilots are no part of what is said
         likelihood = state.log_likelihood[: self.particles]
         seen = likelihood[torch.isfinite(likelihood)]
         return state, {**dict(zip(TRACED, row)), "log_likelihood": seen.mean() if len(seen) else row.new_zeros(())}
@@ -174,6 +176,7 @@ class Annealed(Method):
         gained = (beta - state.beta) * state.log_likelihood
         weights = state.log_weights + gained[:particles]
         share, error = effective(weights) / particles, relative_variance(weights, state.ancestors) ** 0.5
+        # the next temperature would be built on no particle at all
         if share == 0:
             raise ArithmeticError(
                 f"{type(self).__name__}: all weights vanished at β = {beta:.3g}: take more temperatures, or more particles"
@@ -213,6 +216,7 @@ class Annealed(Method):
         place = Place(state.position, _sure(likelihood), prior, gradient)
         size, accepted, steps = state.step_size, note.new_zeros(()), 0
         for move in range(self.moves):
+            # one length for all rows, which move together
             length = max(1, min(self.leapfrogs, round(self.trajectory / float(size))))
             keys = [random.fold(state.key, 1 + stream) for stream in range(3)]
             counter = count * self.moves + move

@@ -29,7 +29,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, index, stack
-from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits, check_choice
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.chains import PREFIX, ChainsPosterior
 
@@ -109,8 +109,7 @@ class Chains(Method):
 
     def __post_init__(self) -> None:
         check_counts(self, draws=1, chains=1, warmup=0, thin=1)
-        if self.init not in ("fresh", "prior", "given"):
-            raise ValueError(f"{type(self).__name__}: init must be 'fresh', 'prior' or 'given', got {self.init!r}")
+        check_choice(self, "init", ("fresh", "prior", "given"))
 
     @property
     def rows(self) -> int:
@@ -158,18 +157,8 @@ class Chains(Method):
         """The state at these positions before the first transition, with precisions that are drawn given the weights."""
         precisions = {} if target.hierarchy is None else target.hierarchy.draw(position, random.fold(key, 1), 0)
         zero = torch.zeros(len(position), dtype=torch.float64, device=key.device)
-        state = ChainState(
-            position,
-            zero,
-            zero,
-            position,
-            precisions,
-            (),
-            {},
-            Running(zero[0].clone(), zero.clone(), zero.clone()),
-            key,
-            torch.zeros((), dtype=torch.int64, device=key.device),
-        )
+        running, step = Running(zero[0].clone(), zero.clone(), zero.clone()), torch.zeros_like(zero[0], dtype=torch.int64)
+        state = ChainState(position, zero, zero, position, precisions, (), {}, running, key, step)
         bound = self._bound(target, state)
         here = bound.evaluate(position)
         finite = torch.isfinite(here.log_likelihood + here.log_prior) & torch.isfinite(here.gradient).all(-1)
@@ -198,6 +187,7 @@ class Chains(Method):
         if target.hierarchy is not None:
             # precisions given the weights, exactly; the prior and its gradient are others afterwards
             new = target.hierarchy.step(target, new)
+        # the untempered joint, also of kernels that move under powers of the likelihood
         joint = new.log_likelihood + new.log_prior
         running = new.running if self.warming(state) else _updated(new.running, joint)
         info = {"log_joint": joint, "log_likelihood": new.log_likelihood, "log_prior": new.log_prior, **new.statistics}
@@ -226,6 +216,7 @@ class Chains(Method):
 
     def kept(self, model: Model, run: Run[ModelDensity], state: ChainState) -> Weights:
         target = run.prepared
+        # weights that stay where they are, and buffers, are the same in every chain
         rest = {name: value.expand(self.chains, *value.shape) for name, value in target.rest.items()}
         weights = index(target.named(state.position), slice(self.chains))
         return {**rest, **weights, **{PREFIX + name: value for name, value in self.about(state).items()}}
@@ -379,6 +370,7 @@ def live_rhat(running: Running) -> float:
     count, chains = float(running.number), len(running.mean)
     if count < 4 or chains < 2:
         return math.nan
+    # of the log joint alone, which costs nothing; the posterior judges functions and weights
     within = float((running.squares / (count - 1)).mean())
     between = float(running.mean.var(unbiased=True))
     return math.sqrt((count - 1) / count + between / within) if within > 0 else math.nan

@@ -34,9 +34,11 @@ class Length(NamedTuple):
     def climbed(self, slope: Tensor, longest: Tensor) -> Length:
         """One step of Adam up the slope, which does not grow beyond `longest`."""
         count = self.tried + 1
+        # Adam without momentum, as its authors use it here (Hoffman, Radul & Sountsov 2021)
         square = MEMORY * self.square + (1 - MEMORY) * slope.square()
         scaled = slope / (square / (1 - MEMORY**count)).sqrt().clamp(min=1e-300)
         log_length = torch.minimum(self.log_length + SPEED * scaled, torch.maximum(self.log_length, longest.log()))
+        # later iterates count more, since masses and step sizes were still wrong for the first
         fade = count.pow(-FADING)
         return Length(log_length, fade * log_length + (1 - fade) * self.averaged, square, count)
 
@@ -166,6 +168,7 @@ def criterion_slope(metric: Metric, start: Point, end: Point, acceptance: Tensor
     refused, it says nothing.
     """
     assert isinstance(metric, Diagonal)
+    # in units of the masses, so that no coordinate rules the criterion by its scale
     scale = metric.inverse_mass.double().sqrt()
     # a trajectory that ran away says nothing of where T should go
     usable = (acceptance > 0) & torch.isfinite(end.position).all(-1) & torch.isfinite(end.momentum).all(-1)

@@ -53,6 +53,7 @@ class Metropolis(Adapting):
         now: Adaptation = state.adaptation
         noise = now.metric.velocity(now.metric.momentum(state.normal(0, state.position)))  # M⁻¹p has covariance M⁻¹ = LLᵀ
         position = state.position + now.step.unsqueeze(-1).to(target.dtype) * noise
+        # no momentum: the density alone decides, and the gradient stays what it was, zero
         end = Point(position, noise, *target.densities(position), state.gradient)
         before, after = (-target.value(there.log_likelihood, there.log_prior) for there in (state, end))
         gain, none = before - after, torch.zeros_like(before)

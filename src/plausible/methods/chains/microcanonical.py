@@ -15,7 +15,7 @@ from plausible.blocks.chains.adaptation import Variances
 from plausible.blocks.chains.density import Density
 from plausible.blocks.chains.integrators import gradients, scheme_for
 from plausible.core.serialise import check_number, register
-from plausible.engine.method import Traits
+from plausible.engine.method import Traits, check_choice
 from plausible.methods.chains.base import STATISTICS, Chains, ChainState, taken
 
 DIVERGENT = 1000.0  # nats of energy error of a single step that count as divergent
@@ -70,8 +70,7 @@ class Microcanonical(Chains):
         for name in ("initial_energy_variance", "step_size", "length"):
             if getattr(self, name) is not None:
                 check_number(self, name, above=0)
-        if self.metric not in ("diag", "unit"):
-            raise ValueError(f"{type(self).__name__}: metric must be 'diag' or 'unit', got {self.metric!r}")
+        check_choice(self, "metric", ("diag", "unit"))
 
     def _bounds(self) -> tuple[int, ...]:
         """The transitions at which the phases of the warm-up end; short ones have only the first."""
@@ -169,9 +168,11 @@ class Microcanonical(Chains):
         # from the first energy variance to the final one, evenly in logarithms
         wanted = begun ** (1 - part) * self.energy_variance**part
         ratio = (change.square() / (now.direction.shape[-1] * wanted) + 1e-8).clamp(max=1e6)
+        # errors many orders of magnitude off say little about the step that would be right
         trust = torch.exp(-0.5 * (ratio.log() / WIDTH).square())
         memory = min(MEMORY, 10 + self.warmup // 15)
         fade = (memory - 1) / (memory + 1)
+        # the variance of energy errors grows like ε⁶, so the average is one of variance/ε⁶
         weighted = fade * now.weighted + trust * ratio / now.step**6
         weight = fade * now.weight + trust
         # a step that left the domain says nothing of ε⁶, only that it was too long
@@ -238,6 +239,7 @@ def turned(direction: Tensor, slope: Tensor, time: Tensor) -> tuple[Tensor, Tens
     With e = slope/|slope| and δ = time·|slope|/(P − 1): u' = (u + e (sinh δ + e·u (cosh δ − 1)))/(cosh δ + e·u sinh δ), and
     (P − 1) log(cosh δ + e·u sinh δ) is gained. Written with ζ = e^(−|δ|), which does not overflow.
     """
+    # sums over all weights in float64: energy errors are small differences of large numbers
     steep = (slope * slope).sum(-1, dtype=torch.float64).sqrt()
     along = (direction * slope).sum(-1, dtype=torch.float64)
     if slope.device.type != "cpu":
@@ -253,6 +255,7 @@ def _turn(steep: Any, along: Any, time: Any, size: int, backend: Any) -> tuple[A
     """How much of the old direction and of the slope is in the new one, and the energy gained: `[chains]` each."""
     steep = steep + 1e-300  # where there is no slope, nothing turns
     away, cosine = backend.abs(time) * steep, backend.sign(time) * along / steep
+    # ζ = e^{−δ} instead of sinh and cosh, which overflow where the slope is steep
     fallen = backend.exp(-away / (size - 1))
     lost = 1 - fallen
     norm = 1 + cosine + (1 - cosine) * fallen * fallen

@@ -171,6 +171,7 @@ class ParallelTempering(Chains):
         offered = torch.arange(rungs - 1, device=betas.device).unsqueeze(1) % 2 == number % 2
         # all pairs are judged, also those that are not offered: their rates say how to space the powers
         taken = offered & (levels.reshape(rungs, -1)[:-1].log() < ratio)
+        # pairs do not overlap, so that all exchanges of a transition are one permutation
         source = torch.arange(rungs, device=betas.device).unsqueeze(1).expand_as(likelihood).clone()
         source[:-1] += taken.long()
         source[1:] -= taken.long()
@@ -216,6 +217,7 @@ class ParallelTempering(Chains):
                     accepted=torch.zeros_like(learnt.accepted),
                     seen=torch.zeros_like(learnt.seen),
                 )
+        # what the warm-up counted is forgotten: powers were others then
         last = number == self.warmup - 1
         step = learnt.averaging.final if last else learnt.averaging.step
         learnt = learnt._replace(step_size=step.clamp(max=self.trajectory))
@@ -234,6 +236,7 @@ class ParallelTempering(Chains):
 
     def caption(self, state: ChainState) -> str:
         learnt, cold = state.adaptation, slice(self.chains)
+        # R̂ and acceptance are those of the chains that are kept
         seen = state._replace(
             running=state.running._replace(mean=state.running.mean[cold], squares=state.running.squares[cold]),
             statistics={name: value[cold] for name, value in state.statistics.items()},

@@ -53,6 +53,7 @@ class SMC(Annealed):
 
     def resamples(self, share: float, beta: float) -> bool:
         """Each time where powers are chosen, else when too few are effective; and at the end."""
+        # powers that were chosen for a share of effective weights are meant to be resampled at once
         return self.temperatures is None or share < self.ess or beta >= 1
 
     @classmethod

@@ -16,7 +16,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
-from plausible.engine.method import Fitted, Info, Method, Plan, Run, Stage, Traits, create
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Stage, Traits, check_choice, create
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
@@ -59,8 +59,7 @@ class Ensemble(Method):
             raise ValueError(f"Ensemble: {type(self.method).__name__} runs its own chains; set them there")
         if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 1:
             raise ValueError(f"Ensemble: members must be a whole number of at least 1, got {self.members!r}")
-        if self.init not in ("fresh", "given", "prior"):
-            raise ValueError(f"Ensemble: init must be 'fresh', 'given' or 'prior', got {self.init!r}")
+        check_choice(self, "init", ("fresh", "given", "prior"))
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
@@ -142,6 +141,7 @@ class Stacked(Stage):
             f"Ensemble of {self.members:,} members, each {held / 2**10:,.1f} KiB of weights, optimiser state and gradients",
         )
         self._warn_of_copies(model, run)
+        # keys and starting points go by the number in the whole ensemble, whoever else runs here
         numbers = range(self.first, self.first + self.members)
         return stack([self.stage.start(self.starting(model, run, k), run, random.fold(key, k)) for k in numbers])
 

@@ -21,19 +21,8 @@ from plausible.core.probing import last_layer
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits
+from plausible.methods.laplace import stages as parts
 from plausible.methods.laplace.mode import check_gaussian
-from plausible.methods.laplace.stages import (
-    BEST,
-    AddingUp,
-    Climbing,
-    Online,
-    Polishing,
-    Ranking,
-    Training,
-    Tuning,
-    below,
-    restored,
-)
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.linearised import PREDICTIVES
@@ -119,23 +108,25 @@ class Laplace(Method):
 
     def stages(self) -> tuple[Stage, ...]:
         """Train, settle, add up the curvature; and as often as `rounds` say: tune, settle again, add up again."""
-        stages: list[Stage] = [Training(self), *self._settling(), *self._adding_up(0)]
+        stages: list[Stage] = [parts.Training(self), *self._settling(), *self._adding_up(0)]
         if self.tune is not None:  # given weights stay where they are
+            # where nothing is trained, tuning moves nothing but the prior, and once is enough
             for turn in range(1, 1 + (self.rounds if self.mode is not None else 1)):
-                trained = [Online(self)] if self.online and self.mode is not None else []
-                stages += [Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
+                trained = [parts.Online(self)] if self.online and self.mode is not None else []
+                stages += [parts.Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
         return tuple(stages)
 
     def _settling(self) -> list[Stage]:
+        # early stopping means not to go to the mode of the training rows
         if self.mode is None or self.holdout or self.polish == 0:
             return []
         if self.structure not in ("block", "full") or isinstance(self.where, int):
-            return [Polishing(self)]
+            return [parts.Polishing(self)]
         # points and random weights in turn, since each settles given the other; all that is needed for three is planned
-        return [stage for turn in range(3) for stage in (Polishing(self, turn), Climbing(self, turn))]
+        return [stage for turn in range(3) for stage in (parts.Polishing(self, turn), parts.Climbing(self, turn))]
 
     def _adding_up(self, turn: int) -> list[Stage]:
-        return [*([Ranking(self)] if isinstance(self.where, int) else []), AddingUp(self, turn)]
+        return [*([parts.Ranking(self)] if isinstance(self.where, int) else []), parts.AddingUp(self, turn)]
 
     @property
     def holdout(self) -> float:
@@ -147,6 +138,7 @@ class Laplace(Method):
         """How long to polish."""
         if self.polish is not None:
             return self.polish
+        # fewer where a pass over the data takes long
         work = model.num_data * num_elements(model.initial)
         return 1000 if work < 10**6 else 100 if work < 10**8 else 20
 
@@ -195,6 +187,6 @@ class Laplace(Method):
         return cls(mode=MAP.conforming())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        best = restored(self, model, run, below(BEST, fitted.left))
+        best = parts.restored(self, model, run, parts.below(parts.BEST, fitted.left))
         best.warn()
         return best.posterior(record_of(fitted))

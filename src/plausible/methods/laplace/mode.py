@@ -117,6 +117,7 @@ class Mode:
         """The precisions of the prior that maximise the evidence at this mode, and the weights with the noise that does."""
         residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
         if self.curvature.chosen < self.curvature.size:  # the other elements are points
+            # their distance from the prior's centre must not pull at its precision
             free = self.curvature.variances(self.precision, self.factor)
             residuals = {n: torch.where(free[n] > 0, r, 0.0) for n, r in residuals.items()}
         tunable = tunable_noise(self.model)
@@ -321,6 +322,7 @@ def widest_elements(diagonal: Curvature, precision: Weights, count: int) -> Tens
 
 def check_deterministic(model: Model, weights: Weights, data: Data) -> None:
     """Refuse networks that give other outputs the second time: they have no curvature."""
+    # two rows are enough: what is random differs in the first already
     x = next(iter(data.chunks(2))).x
     with torch.no_grad():
         first, second = (model.outputs(weights, take(x, slice(0, 2))) for _ in range(2))

@@ -157,6 +157,7 @@ class Polishing(Settling):
         check_deterministic(at, weights, run.data)
         limit = 0 if self.ended(run) else self.method.iterations(model)
         if self.method.climbs(model, names):  # the others climb
+            # only points are left for L-BFGS to move, and where there are none it has nothing to do
             limit = min(limit, 100) if set(model.initial) - set(names) - set(held) else 0
         elif self.turn:
             limit = 0
@@ -195,6 +196,7 @@ class Polishing(Settling):
 
     def kept(self, model: Model, run: Run[Course], state: SettlingState) -> Weights:
         way = run.prepared
+        # weights from which no finite loss was met are no better than those before
         if not way.limit or not bool(torch.isfinite(state.search.best_loss)):
             return run.before
         moved = unflatten(state.search.best, {name: way.weights[name] for name in way.free})
@@ -417,6 +419,7 @@ class Online(Later):
     def kept(self, model: Model, run: Run[Onward], state: Any) -> Weights:
         if self.ended(run):
             return run.before
+        # training moves the noise too, which was tuned to another value
         noise = {name: run.before[name] for name in self.held(model, run)}
         moved = index(self.mode.kept(run.prepared.model, self._inner(run), state), slice(0, 1))
         return {**run.before, **moved, **noise}

@@ -134,6 +134,7 @@ class NaturalGradient(Method):
         new = self._moved(model, run, state, draws, estimates, priors)
         likelihood = _mean([draw.joint.log_likelihood for draw in draws])
         means = {name: state.weights[name].to(s.dtype) for name, s in state.curvature.items()}
+        # for the record: the updates have the prior in closed form, or by its gradients
         expected, rest = expected_log_prior(model.prior, means, sigma)
         if rest:
             expected = expected + _mean([model.prior.log_prob(select(draw.weights, rest)) for draw in draws])
@@ -201,6 +202,7 @@ class NaturalGradient(Method):
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         ess = model.num_data / model.temperature
         state = fitted.state
+        # σ is no parameter of its own: it is read off the curvature
         scales = {name: deviation(s, ess).to(state.weights[name].dtype) for name, s in state.curvature.items()}
         law = DiagonalGaussian.of(model, fitted, scales, dict.fromkeys(scales, "weights"))
         return LawPosterior.of(self, model, fitted, law)

@@ -19,7 +19,7 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, num_elements, select, tree_map
-from plausible.engine.method import Run
+from plausible.engine.method import Run, check_choice
 from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState, Priors
 
 AT_ONCE = 2**24
@@ -50,8 +50,7 @@ class VOGN(NaturalGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.curvature not in ("gauss-newton", "empirical"):
-            raise ValueError(f"VOGN: curvature must be 'gauss-newton' or 'empirical', got {self.curvature!r}")
+        check_choice(self, "curvature", ("gauss-newton", "empirical"))
         if self.chunk_size is not None:
             check_count(self, "chunk_size", at_least=1)
 

@@ -70,6 +70,7 @@ class MAP(Method):
         check_number(self, "adversarial", at_least=0)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        # rows are set aside only where something is decided by them
         holdout = 0.0 if self.patience is None else self.holdout
         return plan_epochs(self, num_data, per_epoch, patience=self.patience, holdout=holdout)
 

@@ -116,6 +116,7 @@ class ByMoments(Bound):
         noise = {n: Weight(means[n], variances.get(n)) for n in model.likelihood_names}
         each = expected_log_prob(model.likelihood, f, batch.y, noise)
         if batch.mask is not None:
+            # a target that was not observed says nothing
             each = torch.where(batch.mask, each, torch.zeros_like(each))
         if batch.weight is not None:
             each = (each.flatten(1).sum(1) if each.ndim > 1 else each) * batch.weight
@@ -131,6 +132,7 @@ def kl(who: str, model: Model, means: Weights, scales: Weights) -> Tensor:
         return torch.zeros(())
     expected, rest = expected_log_prior(model.prior, means, scales)
     if rest:
+        # nothing is sampled here, so that there is no other way to the expectation
         raise ValueError(
             f"{who}: the prior of {', '.join(rest)} has no closed form under a Gaussian, and nothing is sampled here; choose "
             "priors.Gaussian, Laplace or Flat (also by patterns and fan-in), or use MeanField"

@@ -15,7 +15,7 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import ByMoments, kl
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian
@@ -53,8 +53,7 @@ class DVI(ByMoments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("full", "diagonal"):
-            raise ValueError(f"DVI: covariance must be 'full' or 'diagonal', got {self.covariance!r}")
+        check_choice(self, "covariance", ("full", "diagonal"))
         check_count(self, "terms", at_least=1)
         check_number(self, "shape", above=0)
         check_number(self, "rate", above=0)
@@ -73,6 +72,7 @@ class DVI(ByMoments):
         rest = [name for name in means if name not in network]
         cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, network))
         for name in network:
+            # s* maximises the bound in closed form, for each weight tensor
             squares, count = (means[name].square() + scales[name].square()).sum(), means[name].numel()
             s = (squares + 2 * self.rate) / (count + 2 * self.shape + 2)
             density = 0.5 * count * (math.log(2 * math.pi) + s.log()) + 0.5 * squares / s

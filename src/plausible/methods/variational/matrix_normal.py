@@ -11,7 +11,7 @@ from plausible.blocks.families.matrix_normal import MatrixNormalFamily
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.engine.method import Traits
+from plausible.engine.method import Traits, check_choice
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class MatrixNormal(Reparameterised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("full", "diagonal"):
-            raise ValueError(f"MatrixNormal: covariance must be 'full' or 'diagonal', got {self.covariance!r}")
+        check_choice(self, "covariance", ("full", "diagonal"))
 
     def family(self, weights: Weights) -> MatrixNormalFamily:
         return MatrixNormalFamily(weights, self.covariance)

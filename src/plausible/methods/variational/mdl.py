@@ -21,7 +21,7 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import PRIOR, ByMoments, kl
 from plausible.posteriors.gaussian_integrals import unscaled
 from plausible.posteriors.laws import DiagonalGaussian
@@ -63,8 +63,7 @@ class MDL(ByMoments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.coding not in ("gaussian", "mixture", "prior"):
-            raise ValueError(f"MDL: coding must be 'gaussian', 'mixture' or 'prior', got {self.coding!r}")
+        check_choice(self, "coding", ("gaussian", "mixture", "prior"))
         check_count(self, "components", at_least=2)
 
     def check_layers(self, model: Model, layers: tuple[Layer, ...]) -> None:

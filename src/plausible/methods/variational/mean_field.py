@@ -19,7 +19,7 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Run, Traits
+from plausible.engine.method import BatchSize, Fitted, Run, Traits, check_choice
 from plausible.methods.variational.bound import INDEPENDENT, RHO, Bound, Terms, check_sampling, log_prior_of_points
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
@@ -73,8 +73,7 @@ class MeanField(Bound):
         check_sampling(self)
         if self.relative_scale is not None:
             check_number(self, "relative_scale", above=0)
-        if self.estimator not in ("weights", "local", "flipout"):
-            raise ValueError(f"{who}: estimator must be 'weights', 'local' or 'flipout', got {self.estimator!r}")
+        check_choice(self, "estimator", ("weights", "local", "flipout"))
         if self.landing and self.estimator != "weights":
             raise ValueError(f"{who}: landing=True needs sampled weights, estimator='weights', got {self.estimator!r}")
         if self.landing and self.empirical_bayes:
@@ -103,6 +102,7 @@ class MeanField(Bound):
         # running statistics follow one pass after the other, and antithetic noise needs its mirror image
         if self.samples == 1 or few or self.antithetic or model.buffers:
             return False
+        # vmap says only when it is tried what it cannot do; a fallback member by member would cost more than it saves
         two = {name: mean.expand(2, *mean.shape) for name, mean in means.items()}
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -167,6 +167,7 @@ class MeanField(Bound):
         if names:
             chosen = select(means, names)
             count = sum(mean.numel() for mean in chosen.values())
+            # the prior's best mean and scale are functions of q, so that the KL has a closed form without them
             if self.empirical_bayes == "shared":
                 # the best N(m, s²) in closed form
                 centre = torch.stack([mean.sum() for mean in chosen.values()]).sum() / count

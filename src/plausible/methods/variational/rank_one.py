@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Rank1(Reparameterised):
     @classmethod
     def conforming(cls) -> Rank1:
         # Full batches; two components, which find the same optimum where there is one
-        narrow = {"initial_scale": 0.05, "spread": 0.02}
+        narrow: dict[str, Any] = {"initial_scale": 0.05, "spread": 0.02}
         return cls(components=2, epochs=300, batch_size=None, lr=Cosine(0.1), samples=2, antithetic=True, **narrow)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
-from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits
+from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits, check_choice
 from plausible.methods.variational.bound import Bound, BoundState, Terms
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
@@ -68,9 +68,8 @@ class Refined(Bound):
             check_count(self, name, at_least=least)
         check_number(self, "step_size", above=0)
         check_number(self, "initial_scale", above=0)
-        for name, known in (("sampler", ("sgld", "hmc")), ("entropy", ("extended", "initial"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"Refined: {name} must be '{known[0]}' or '{known[1]}', got {getattr(self, name)!r}")
+        check_choice(self, "sampler", ("sgld", "hmc"))
+        check_choice(self, "entropy", ("extended", "initial"))
         if not isinstance(self.learn_step_size, bool):
             raise TypeError(f"Refined: learn_step_size must be True or False, got {self.learn_step_size!r}")
 
@@ -98,6 +97,7 @@ class Refined(Bound):
         scales = {name: parameters[SCALE + name].exp() for name in names}
         given = torch.full_like(next(iter(means.values())).flatten()[0].detach(), math.log(self.step_size))
         step_size = parameters.get(STEP, given).exp()
+        # differentiable itself: the objective is differentiated through the sampler's gradients
         slope = slope_in_training(model, points, buffers, batch)
         bounds, values, moved = [], [], buffers
         for noise in Noise.several(key, step, self.samples):
@@ -204,6 +204,7 @@ class Refining(Stage):
         """Draws by name with those of points and buffers, log W, and q₀ with its sampler: what the posterior is made of."""
         guess, fixed, done = run.prepared.guess, run.prepared.slopes.fixed, int(state.done)
         left = {name: value[:done] for name, value in state.draws.items()}
+        # points and buffers are the same in every draw, and take no memory for it
         left |= {name: value.expand(done, *value.shape) for name, value in fixed.items()}
         left[LOG_WEIGHTS] = state.log_weights[:done]
         left |= {f"{MEAN}{name}": value.unsqueeze(0) for name, value in guess.means.items()}

@@ -102,6 +102,7 @@ class Reparameterised(Bound):
                     rest = family.sampled(model.prior, wide, drawn, closed, temperature, normals if self.landing else None)
                     rests.append(rest.to(closed.value.dtype))
         total = torch.stack(likelihoods).mean()
+        # the closed part is exact, and only the rest has the noise of the draws
         kl = closed.value + torch.stack(rests).mean() if rests else closed.value
         bound = total / temperature - kl_weight(self.kl_weights, step, run.steps, run.batches(batch)) * kl
         bound = bound + log_prior_of_points(model, parameters)
@@ -116,6 +117,7 @@ class Reparameterised(Bound):
         shape = (count, family.components)
         like = {name: value.detach().expand(*shape, *value.shape) for name, value in family.noise(theta).items()}
         drawn = random.normal(key, step, like)
+        # drawn in one call, with a leading axis of samples
         noises = [index(drawn, i) for i in range(count)]
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
