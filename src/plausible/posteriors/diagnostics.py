@@ -91,7 +91,10 @@ def weight_chains(
         torch.cat([draws[name].reshape(len(draws[name]), -1)[:, at.to(draws[name].device)] for name, at in places.items()], 1)
         for draws in posterior.store.shards()
     ]
-    words = [label for name, at in places.items() for label in _indexed(name, shapes[name], at.tolist())]
+    words: list[str] = []
+    for name, at in places.items():
+        rows = torch.stack(torch.unravel_index(at, shapes[name] or (1,)), -1).tolist()
+        words += [f"{name}[{','.join(map(str, row))}]" if shapes[name] else name for row in rows]
     return by_chain(posterior, torch.cat(pieces)), words
 
 
@@ -107,14 +110,6 @@ def quantities(
     places = [f"[{','.join(map(str, place))}]" for place in product(*map(range, values.shape[3:]))]
     places = places if len(places) > 1 else [""] * len(places)
     return values.flatten(2), [f"f(x{i}){place}" for i in range(values.shape[2]) for place in places]
-
-
-def _indexed(name: str, shape: tuple[int, ...], places: Sequence[int]) -> list[str]:
-    """`0.weight[3,2]` for each place of a flattened weight."""
-    if not shape:
-        return [name] * len(places)
-    rows = torch.stack(torch.unravel_index(torch.as_tensor(places), shape), -1).tolist()
-    return [f"{name}[{','.join(map(str, row))}]" for row in rows]
 
 
 @dataclass(frozen=True)

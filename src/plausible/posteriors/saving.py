@@ -175,6 +175,11 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
     """Write what a posterior consists of, and the masks of a pruned one; returns what the JSON says of it."""
     content = posterior.content()
     groups = {f"{group}.{name}": value for group, named in content.tensors.items() for name, value in named.items()}
+    writer = DrawWriter(folder)  # in shards of bounded size
+    for shard in () if content.draws is None else content.draws.shards():
+        for i in range(len(next(iter(shard.values())))):
+            writer.add(index(shard, i))
+    writer.flush()
     parts = []
     for k, part in enumerate(content.parts):
         inner = folder / f"part-{k:03d}"
@@ -187,7 +192,7 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "settings": dict(content.settings),
         "tensors_sha256": storage.write_tensors(folder / "tensors.safetensors", groups) if groups else None,
         "masks_sha256": storage.write_tensors(folder / "masks.safetensors", posterior._masks) if posterior._masks else None,
-        "draws": None if content.draws is None else _write_draws(folder, content.draws),
+        "draws": writer.files if content.draws is not None else None,
         "parts": parts,
     }
 
@@ -352,16 +357,6 @@ def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
     for name in given:
         if name not in stored:
             raise ValueError(f"network does not fit the saved posterior: its {name!r} was not in the network that was fitted")
-
-
-def _write_draws(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
-    """Write a store's draws into shard files of bounded size."""
-    writer = DrawWriter(folder)
-    for shard in store.shards():
-        for i in range(len(next(iter(shard.values())))):
-            writer.add(index(shard, i))
-    writer.flush()
-    return writer.files
 
 
 def _read_draws(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
