@@ -14,9 +14,8 @@ import plausible as pl
 from plausible.core import random
 from plausible.core.data import as_data
 from plausible.engine.method import Run
-from plausible.engine.policy import Mode
 from plausible.engine.source import Source
-from plausible.engine.stepper import Captured, make
+from plausible.engine.stepper import Captured, StepMode, make
 
 BATCH = 128
 
@@ -61,7 +60,7 @@ def ours(
     x: Tensor,
     y: Tensor,
     steps: int,
-    mode: Mode,
+    mode: StepMode,
     members: int | None = None,
     single: pl.Method | None = None,
     prior: pl.priors.Prior | None = None,

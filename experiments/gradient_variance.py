@@ -27,7 +27,7 @@ from plausible.core import random
 from plausible.core.likelihoods import Categorical
 from plausible.core.priors import Gaussian
 from plausible.core.weights import Weights
-from plausible.engine.monitoring import Monitor
+from plausible.engine.watching import Monitor
 from plausible.fitting import choose_device, fit
 from plausible.methods import Ensemble, MeanField
 

@@ -21,7 +21,7 @@ from plausible.apps.compare.tables import mean
 from plausible.core.likelihoods import Categorical
 from plausible.core.priors import Flat, Prior
 from plausible.engine import Checkpoint
-from plausible.engine.monitoring import Monitor
+from plausible.engine.watching import Monitor
 from plausible.fitting import choose_device, fit
 from plausible.methods import Ensemble, Method
 from plausible.posteriors.base import Posterior

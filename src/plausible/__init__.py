@@ -22,7 +22,7 @@ _NAMES = {
     "DivergenceError": "engine",
     "Method": "engine.method",
     "Model": "core.model",
-    "Monitor": "engine.monitoring",
+    "Monitor": "engine.watching",
     "Posterior": "posteriors.base",
     "Predictive": "posteriors.predictive",
     "fidelity": "analysis.fidelity",

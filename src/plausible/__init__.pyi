@@ -33,14 +33,14 @@ from plausible.methods.chains.elliptical_slice import EllipticalSlice as Ellipti
 from plausible.methods.ensembles.ensemble import Ensemble as Ensemble
 from plausible.methods.variational.flow import Flow as Flow
 from plausible.methods.variational.full_rank import FullRank as FullRank
-from plausible.methods.variational.graves import Graves as Graves
+from plausible.methods.variational.mean_field import Graves as Graves
 from plausible.methods.chains.hmc import HMC as HMC
 from plausible.methods.natural.ivon import IVON as IVON
 from plausible.methods.laplace.laplace import Laplace as Laplace
 from plausible.methods.variational.low_rank import LowRank as LowRank
 from plausible.methods.chains.mala import MALA as MALA
 from plausible.methods.points.map import MAP as MAP
-from plausible.methods.chains.mclmc import MCLMC as MCLMC
+from plausible.methods.chains.microcanonical import MCLMC as MCLMC
 from plausible.methods.variational.mdl import MDL as MDL
 from plausible.methods.chains.mile import MILE as MILE
 from plausible.methods.variational.matrix_normal import MatrixNormal as MatrixNormal
@@ -48,8 +48,8 @@ from plausible.methods.variational.mean_field import MeanField as MeanField
 from plausible.engine.method import Method as Method
 from plausible.methods.chains.metropolis import Metropolis as Metropolis
 from plausible.core.model import Model as Model
-from plausible.engine.monitoring import Monitor as Monitor
-from plausible.methods.variational.multiplicative_flow import MultiplicativeFlow as MultiplicativeFlow
+from plausible.engine.watching import Monitor as Monitor
+from plausible.methods.variational.flow import MultiplicativeFlow as MultiplicativeFlow
 from plausible.methods.chains.nuts import NUTS as NUTS
 from plausible.methods.chains.parallel_tempering import ParallelTempering as ParallelTempering
 from plausible.posteriors.base import Posterior as Posterior

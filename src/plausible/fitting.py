@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 from plausible import engine
 from plausible.core import random
-from plausible.core.likelihoods import Likelihood
+from plausible.core.data import ArrayData, Data, as_data, select_rows
+from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
-from plausible.core.networks import Where, choose_device
-from plausible.core.priors import Prior
+from plausible.core.networks import Where, check_inputs, choose_device
+from plausible.core.priors import Prior, as_prior
 from plausible.core.weights import Weights
 from plausible.engine import Checkpoint, Options
+from plausible.engine.checkpoint import identity
 from plausible.engine.data_parallel import assemble
-from plausible.engine.inputs import as_checkpoint, identity, prepare
 from plausible.engine.method import Method
+from plausible.engine.ranks import Ranks
+from plausible.engine.running import show_result
 from plausible.methods import create
-from plausible.posteriors.base import Posterior
+from plausible.posteriors.base import Posterior, checked
 from plausible.posteriors.saving import load
 
 log = logging.getLogger("plausible")
@@ -85,7 +88,9 @@ def fit(
 
     """
     method = create(method)
-    seed = _as_seed(seed)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    seed = operator.index(seed)
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     with assemble(method) as team:
@@ -98,14 +103,14 @@ def fit(
             starts = None
             if init is not None:
                 model, starts = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
-            if team.size > 1:
+            if isinstance(team, Ranks):
                 model, starts = team.agree(model, starts, identity(method, model, prepared, seed))
             options = Options(
                 seed=seed,
                 compile=compile,
                 progress=progress,
                 callbacks=tuple(callbacks),
-                checkpoint=as_checkpoint(checkpoint),
+                checkpoint=Checkpoint.of(checkpoint),
                 identity=identity(method, model, prepared, seed, precision, starts) if checkpoint is not None else {},
                 starts=starts,
                 team=team,
@@ -118,6 +123,7 @@ def fit(
             if fitted.interrupted and fitted.draws is None and method.traits.keeps_draws:
                 raise KeyboardInterrupt(f"stopped before the first draw was kept{resume}")
             posterior = method.posterior(model, run, fitted)
+            show_result(method, prepared, posterior, fitted, callbacks)
     if fitted.interrupted and not team.rank:  # the first one says it
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
@@ -128,14 +134,69 @@ def fit(
     return posterior
 
 
-def _as_seed(seed: Any) -> int:
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    if isinstance(seed, bool) or number < 0:
-        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
-    return number
+def prepare(
+    network: nn.Module | Model,
+    data: Any,
+    likelihood: Likelihood | None,
+    prior: Prior | Mapping[str, Prior] | None,
+    where: Where,
+    output: Callable[[Any], Tensor] | None,
+    device: torch.device,
+    num_data: int | None,
+    mask: Any,
+    precision: str | None,
+    method: Method,
+) -> tuple[Model, Data]:
+    """The model of a network or a model, and the data as the engine reads them; all is checked that can be before the work."""
+    module = network.network if isinstance(network, Model) else network
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = torch.float32 if first is None else first.dtype
+    if likelihood is not None and not isinstance(likelihood, Likelihood):
+        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
+        raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
+    prepared = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
+    first_batch = prepared.batch if isinstance(prepared, ArrayData) else next(iter(prepared.chunks(8)), None)
+    if first_batch is None:
+        raise ValueError("data is empty: the loader gave no batch")
+    example = select_rows(first_batch, slice(8))  # enough to learn the shapes from
+    if isinstance(network, Model):
+        if any(v is not None for v in (likelihood, prior, where, output, precision)):
+            raise ValueError("a Model brings its own likelihood, prior, where, output and precision: leave those arguments out")
+        model = network.to(device)
+        if model.num_data != prepared.num_data:
+            raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
+        with torch.no_grad():
+            check_inputs(model, example.x)
+    else:
+        if likelihood is None:
+            likelihood = infer(example.y)
+            kind = str(example.y.dtype).removeprefix("torch.")
+            log.info("likelihood: %s, inferred from targets of type %s", likelihood, kind)
+        if prior is None:
+            log.info("prior: Gaussian(scale=1.0) on every weight, the default")
+        model = Model.build(
+            network,
+            likelihood,
+            as_prior(prior),
+            example,
+            num_data=prepared.num_data,
+            where=where,
+            output=output,
+            device=device,
+            precision=_as_precision(precision, method),
+            check_targets=not isinstance(prepared, ArrayData),
+        )
+    return model, checked(model, prepared)
+
+
+def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
+    if precision in (None, "float32"):
+        return None
+    if precision not in ("bfloat16", "tf32"):
+        raise ValueError(f"precision must be None, 'float32', 'tf32' or 'bfloat16', got {precision!r}")
+    if not method.traits.mixed_precision:
+        raise ValueError(f"{type(method).__name__} needs full precision: its energies or solves would be wrong in {precision}")
+    return torch.bfloat16 if precision == "bfloat16" else None
 
 
 @contextlib.contextmanager

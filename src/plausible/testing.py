@@ -80,6 +80,11 @@ class LinearGaussian:
         covariance = torch.linalg.inv(self.precision())
         return (covariance @ x.T @ (w[:, None] * y) / self.noise**2).squeeze(1), covariance
 
+    def mean_field(self) -> tuple[Tensor, Tensor]:
+        """The exact mean and diag(1/Λ_ii), the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""
+        mean, covariance = self.posterior()
+        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+
     def log_evidence(self) -> float:
         """Log N(y; 0, σ²I + s²xxᵀ) for unit weights."""
         x, y, _ = self.data()
@@ -161,10 +166,10 @@ def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
     slack = method.traits.tolerance
     _, exact_covariance = problem.posterior()
     scale = ((x.double() @ exact_covariance) * x.double()).sum(1).sqrt()
-    found = f.mean(0)
+    average = f.mean(0)
     count, chains = len(f), getattr(posterior, "chains", 1)
     if float(expected_variance.max()) == 0:
-        error = (found - expected_mean).abs() / scale
+        error = (average - expected_mean).abs() / scale
         _require(bool((error < slack).all()), f"posterior mean of f(x) is off by {float(error.max()):.3g} posterior deviations")
         _require(
             float(f.var(0, unbiased=False).max()) <= (slack * float(scale.max())) ** 2,
@@ -173,10 +178,10 @@ def _compare_with_expected(method: Method, problem: LinearGaussian) -> None:
         return
     shaped = f.reshape(count // chains, chains, -1).transpose(0, 1)
     effective = diagnostics.ess_mean(shaped).clamp(max=count)
-    centred = (shaped - found) ** 2
+    centred = (shaped - average) ** 2
     effective_square = diagnostics.ess_mean(centred).clamp(max=count)
-    z = (found - expected_mean).abs() / (expected_variance / effective).sqrt()
-    bias = (found - expected_mean).abs() / scale
+    z = (average - expected_mean).abs() / (expected_variance / effective).sqrt()
+    bias = (average - expected_mean).abs() / scale
     ok = (z < Z) | (bias < slack)
     _require(bool(ok.all()), f"posterior mean of f(x) is {float(z.max()):.1f} standard errors from its expected value")
     variance = f.var(0, unbiased=False)

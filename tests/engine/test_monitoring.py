@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,25 @@ def test_a_posterior_of_several_stages_is_shown_when_it_is_whole(method: pl.Meth
     monitor = pl.Monitor(lambda epoch, posterior: {"mean": posterior.predict(data[0]).mean.mean().item()}, every=2)
     posterior = pl.fit(net, data, method, likelihood=pl.likelihoods.Gaussian(1.0), callbacks=[monitor], progress=False)
     assert monitor.records == [{"epoch": 5, "mean": posterior.predict(data[0]).mean.mean().item()}]
+
+
+def test_a_result_of_several_stages_is_made_once_and_warns_once() -> None:
+    net, data = problem()
+    seen = []
+    method = pl.Laplace(mode=pl.MAP(epochs=1, lr=1e-4), polish=0)
+    with pytest.warns(UserWarning, match="not at a mode") as said:
+        posterior = pl.fit(net, data, method, callbacks=[pl.Monitor(lambda _, p: seen.append(p))], progress=False)
+    assert len([one for one in said if "not at a mode" in str(one.message)]) == 1
+    assert seen == [posterior]
+
+
+def test_ctrl_c_in_an_early_stage_is_said_of_the_result() -> None:
+    net, data = problem()
+
+    def stop(step: int, info: dict[str, float]) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.warns(UserWarning, match="stopped by Ctrl-C after"):
+        posterior = pl.fit(net, data, pl.Laplace(mode=pl.MAP(epochs=500)), callbacks=[stop], progress=False, compile=False)
+    assert posterior.interrupted

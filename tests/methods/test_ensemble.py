@@ -18,7 +18,7 @@ from plausible.core.data import Order, as_data
 from plausible.core.schedules import Cosine
 from plausible.engine import stopping
 from plausible.engine.method import Method, Run
-from plausible.methods.ensembles.stacking import Stacked
+from plausible.methods.ensembles.ensemble import Stacked
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
 

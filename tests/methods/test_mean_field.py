@@ -450,11 +450,11 @@ def test_blundells_weights_follow_the_loader(monkeypatch: pytest.MonkeyPatch) ->
     """A short last batch does not change how many batches an epoch has."""
     from torch.utils.data import DataLoader, TensorDataset
 
-    from plausible.methods.variational import independent
+    from plausible.methods.variational import mean_field
 
     seen = []
-    real = independent.kl_weight
-    monkeypatch.setattr(independent, "kl_weight", lambda *a: seen.append(float(real(*a))) or real(*a))
+    real = mean_field.kl_weight
+    monkeypatch.setattr(mean_field, "kl_weight", lambda *a: seen.append(float(real(*a))) or real(*a))
     loader = DataLoader(TensorDataset(*_data()), batch_size=10)  # 10, 10, 4
     pl.fit(nn.Linear(3, 1), loader, pl.MeanField(epochs=2, kl_weights="blundell"), **QUIET)
     assert seen == pytest.approx([3 * w / 7 for w in (4, 2, 1)] * 2)

@@ -292,7 +292,7 @@ class IVON(torch.optim.Optimizer):
         """
         from plausible.core import priors
         from plausible.core.networks import choose_device
-        from plausible.engine.inputs import prepare
+        from plausible.fitting import prepare
         from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
         held = {id(p): group for group in self.param_groups for p in group["params"]}

@@ -7,8 +7,10 @@ last: a kill at any moment leaves a consistent pair.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.core import storage
+from plausible.core import serialise, storage
+from plausible.core.data import Data
+from plausible.core.model import Model
 from plausible.core.storage import DrawWriter
-from plausible.core.weights import tensors
+from plausible.core.weights import Weights, tensors
 
 FORMAT = 3
 
@@ -36,6 +40,13 @@ class Checkpoint:
             raise ValueError(f"checkpoint seconds must be positive, got {self.seconds}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"checkpoint steps must be at least 1, got {self.steps}")
+
+    @classmethod
+    def of(cls, given: str | Path | Checkpoint | None) -> Checkpoint | None:
+        """From what `fit` is given."""
+        if given is not None and not isinstance(given, (str, Path, Checkpoint)):
+            raise TypeError(f"checkpoint must be a folder or a Checkpoint, got {type(given).__name__}")
+        return cls(given) if isinstance(given, (str, Path)) else given
 
 
 class Resumed(NamedTuple):
@@ -59,6 +70,10 @@ class Resumed(NamedTuple):
         names = self.record.get("names", {}).get(name, [])
         return {key: self.tensors[f"{name}.{i}"].to(device) for i, key in enumerate(names)}
 
+    @property
+    def random_states(self) -> dict[str, Tensor]:
+        return {name.removeprefix("random."): value for name, value in self.tensors.items() if name.startswith("random.")}
+
 
 class Checkpointer:
     """Writes and reads one run's checkpoints."""
@@ -67,7 +82,9 @@ class Checkpointer:
         self.settings, self.identity = settings, dict(identity)
         folder = Path(settings.path)
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "checkpoint.json").exists():
-            foreign = sorted(p.name for p in folder.iterdir() if not _own(p.name))
+            # a run that was killed before its first checkpoint may have left these
+            ours = (".", "state-")
+            foreign = sorted(p.name for p in folder.iterdir() if p.name != "draws" and not p.name.startswith(ours))
             if foreign and foreign[0].startswith("rank-"):
                 raise ValueError(
                     f"checkpoint={str(folder)!r} holds a run on several ranks ({foreign[0]!r}): resume it by torchrun with as "
@@ -82,11 +99,9 @@ class Checkpointer:
 
     @property
     def draws_folder(self) -> Path:
-        """Where shards of draws go."""
         return self.folder / "draws"
 
     def due(self, step: int) -> bool:
-        """Whether it is time to write."""
         if self.settings.steps is not None:
             return step - self.last_step >= self.settings.steps
         return time.monotonic() - self.last_time >= self.settings.seconds
@@ -107,6 +122,7 @@ class Checkpointer:
         named |= {f"random.{name}": value for name, value in random.items()}
         for i, draw in enumerate(writer.pending):
             named |= {f"pending.{i}.{name}": value for name, value in draw.items()}
+        # under a name with its checksum, so that the file which the present JSON names is never written over
         packed, sha256 = storage.pack(named)
         file = f"state-{step:09d}-{sha256[:12]}.safetensors"
         storage.write_atomically(self.folder / file, packed)
@@ -119,20 +135,16 @@ class Checkpointer:
             "state_sha256": sha256,
             "shards": writer.files,
             "pending": len(writer.pending),
-            "record": record,
+            "record": plain(record),
         }
         storage.write_json(self.folder / "checkpoint.json", content)
-        self._tidy(file)
+        # older states, and what a killed process left half written, are no longer named by anything
+        stale = [path for path in self.folder.glob("state-*.safetensors") if path.name != file]
+        for pattern in (".state-*", ".checkpoint.json.*", ".writable", "draws/.draws-*"):
+            stale += self.folder.glob(pattern)
+        for path in stale:
+            path.unlink(missing_ok=True)
         self.last_time, self.last_step = time.monotonic(), step
-
-    def _tidy(self, current: str) -> None:
-        """Remove states other than the current one, and what a killed process left half written."""
-        for old in self.folder.glob("state-*.safetensors"):
-            if old.name != current:
-                old.unlink(missing_ok=True)
-        half = [".state-*", ".checkpoint.json.*", ".writable"]
-        for temporary in [p for pattern in half for p in self.folder.glob(pattern)] + [*self.draws_folder.glob(".draws-*")]:
-            temporary.unlink(missing_ok=True)
 
     def load(self, writer: DrawWriter) -> Resumed | None:
         """The checkpoint in the folder, or None; refuses one of another run."""
@@ -151,49 +163,85 @@ class Checkpointer:
         writer.pending = []
         for i in range(content["pending"]):
             prefix = f"pending.{i}."
+            # draws behind the last full shard travel in the state
             writer.pending.append({n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)})
         self.last_step = content["step"]
         return Resumed(content["step"], content["finished"], named, content["record"])
 
 
-def _own(name: str) -> bool:
-    """Whether a run that was killed before its first checkpoint may have left a file of this name."""
-    return name == "draws" or name.startswith((".", "state-"))
+def plain(value: Any) -> Any:
+    """Strict JSON: NaN and infinity, which it does not have, as strings that `float` reads."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    total = hashlib.blake2b(digest_size=8)
+    for name, value in named:
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        total.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def identity(
+    method: Any, model: Model, data: Data, seed: int, precision: str | None = None, starts: Weights | None = None
+) -> dict[str, Any]:
+    """What must agree for a checkpoint to be this run's."""
+    everything = (*model.network.named_parameters(), *model.network.named_buffers())
+    fixed = [(name, value) for name, value in everything if name not in model.initial and name not in model.buffers]
+    return {
+        "method": serialise.encode(method, strict=False),
+        "likelihood": serialise.encode(model.likelihood, strict=False),
+        "prior": serialise.encode(model.prior, strict=False),
+        "weights": {name: list(value.shape) for name, value in model.initial.items()},
+        "random": list(model.random),
+        "network": repr(model.network),
+        "output": model.output is not None,
+        "init": None if starts is None else digest(starts.items()),
+        "fixed": digest(fixed),
+        "temperature": model.temperature,
+        "precision": "tf32" if precision == "tf32" else None if model.precision is None else "bfloat16",
+        "seed": seed,
+        "num_data": data.num_data,
+        "data": data.fingerprint(),
+        "device": model.device.type,
+    }
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """Where two trees of settings differ: the place, the old value and the new one."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        found: list[tuple[str, Any, Any]] = []
+        each: list[tuple[str, Any, Any]] = []
         for key in [*new, *sorted(set(old) - set(new))]:
-            found += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
-        return found
+            each += differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+        return each
     return [] if old == new else [(where, old, new)]
 
 
 def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
     """Name the first difference between the run that was checkpointed and this one."""
-    found = differences(stored, given)
-    if found:
-        where, old, new = found[0]
+    if changed := differences(stored, given):
+        where, old, new = changed[0]
         raise ValueError(
             f"the checkpoint in {str(path.parent)!r} belongs to another run: {where} was {old!r} and is now {new!r}"
-            + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+            + (f" (and {len(changed) - 1} more)" if len(changed) > 1 else "")
             + "; use the same settings and data, or another folder"
         )
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's global generators, for the checkpoint."""
+    """Those of torch's global generators."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def set_random_states(found: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put the generators back to where the checkpoint left them."""
-    if "random.cpu" in found:
-        torch.set_rng_state(found["random.cpu"])
-    if "random.cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["random.cuda"], device)
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

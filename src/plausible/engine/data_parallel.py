@@ -9,6 +9,7 @@ the same on all ranks: they start from the weights of the first, see the same gr
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import socket
@@ -28,9 +29,9 @@ from plausible.core.model import Joint, Model
 from plausible.core.optimisers import transformed
 from plausible.engine.checkpoint import Checkpoint, Resumed
 from plausible.engine.method import Method, Plan
-from plausible.engine.policy import Mode
-from plausible.engine.ranks import Ranks, SplitMembers, Team, Verdict, Vote, count_votes, leave
+from plausible.engine.ranks import Outcome, Ranks, SplitMembers, Team, Vote, count_votes, leave
 from plausible.engine.source import Source, share
+from plausible.engine.stepper import StepMode
 
 log = logging.getLogger("plausible")
 
@@ -55,26 +56,23 @@ class DividedBatches(Ranks):
         """A seed for the network's own noise: a function of seed, rank, step and how often it was asked in this step."""
         step, calls = self._calls
         self._calls = (self.step, calls + 1 if step == self.step else 0)
+        # hashes of tuples of whole numbers are the same in every process
         return hash((self._seed, self.rank, *self._calls)) & (2**63 - 1)
 
-    def mode(self, mode: Mode) -> Mode:
-        """Eager: a compiled or captured step cannot talk to other ranks."""
+    def mode(self, mode: StepMode) -> StepMode:
         if mode != "eager":
             log.info("steps of a data-parallel run are not compiled: gradients are averaged in each of them")
         return "eager"
 
     def model(self, model: Model) -> Model:
-        """The model whose gradients are those of the whole batch."""
-        device = next(iter(model.initial.values())).device
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device={str(device)!r}: ranks share gradients on 'cpu' and 'cuda' only")
+        if model.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={str(model.device)!r}: ranks share gradients on 'cpu' and 'cuda' only")
         self._sum = _Sum(model, self)
-        return SharedModel.of(model, self)
+        return SharedModel(**{f.name: getattr(model, f.name) for f in fields(model) if f.init}, team=self)
 
     def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """The state is the same everywhere: the first rank writes it."""
-        own = super().checkpoint(checkpoint)
-        return own if self.rank == 0 else None
+        folder = super().checkpoint(checkpoint)
+        return folder if self.rank == 0 else None  # the state is the same everywhere
 
     def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:
         """Check that the ranks' batches are parts of one, and resume all from the checkpoint of the first."""
@@ -83,13 +81,15 @@ class DividedBatches(Ranks):
         else:
             share(plan.batch_size or source.data.num_data, self.rank, self.size)  # says why not
         assert self._sum is not None
-        places = self.exchange(_place(self._sum.buffer.device))
-        if None not in places and len(set(places)) == self.size:
+        device = self._sum.buffer.device
+        on_gpu = device.type == "cuda"
+        gpus = self.exchange((socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)) if on_gpu else None)
+        if None not in gpus and len(set(gpus)) == self.size:
             self._sum.group = None  # NCCL; it cannot serve ranks that share a GPU
-        found = [resumed]
-        dist.broadcast_object_list(found, src=0, group=self.group)
+        from_first = [resumed]
+        dist.broadcast_object_list(from_first, src=0, group=self.group)
         self._sum.running = True
-        return found[0]
+        return from_first[0]
 
     def _check_stream(self, source: Source, plan: Plan) -> None:
         """Each rank reads its own batches (a DistributedSampler, shards of an iterable), or all read the same and divide them."""
@@ -116,11 +116,12 @@ class DividedBatches(Ranks):
             )
         if note["sampler"] or not same:
             source.divided = True
-            if iterable and len_or_none(data.source) == data.num_data:
+            read = getattr(data.source, "dataset", data.source)
+            if iterable and hasattr(read, "__len__") and len(read) == data.num_data:
                 raise ValueError(
                     "the ranks' loaders give different batches: pass num_data=, the number of examples on all ranks together"
                 )
-            if self._folder is not None and (source.own_generator or not note["sampler"]):
+            if self._folder is not None and (source.generator is not None or not note["sampler"]):
                 raise ValueError(
                     "checkpoint: the position in a loader that differs between ranks cannot be kept, unless a DistributedSampler "
                     "decides its order; use one, without generator=, or leave checkpoint out"
@@ -128,13 +129,15 @@ class DividedBatches(Ranks):
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def meet(self, vote: Vote, state: Any) -> Verdict:
+    def meet(self, vote: Vote, state: Any) -> Outcome:
         """As always, and all must have come to the same weights."""
         assert self._sum is not None
+        # ranks that are still inside a segment would wait here for gradients that do not come
         at_boundary, have_failed = self._sum.beat(boundary=True)
         if at_boundary + have_failed < self.size:
             raise RuntimeError(f"by step {vote.done} the ranks have called model.gradient or log_joint unequally often")
-        votes = self._votes(replace(vote, fingerprint=fingerprint(state)))
+        held = {"weights": getattr(state, "weights", {}), "buffers": getattr(state, "buffers", {})}
+        votes = self._votes(replace(vote, fingerprint=_number(held)))
         if len({vote.fingerprint for vote in votes}) > 1:
             raise RuntimeError(
                 f"the ranks came to different weights by step {vote.done}: the step of {type(self.method).__name__} must take "
@@ -155,22 +158,11 @@ class DividedBatches(Ranks):
         return self._sum.average(rows, values)
 
 
-def len_or_none(loader: Any) -> int | None:
-    """The length of what a loader reads, where it has one."""
-    data = getattr(loader, "dataset", loader)
-    return len(data) if hasattr(data, "__len__") else None
-
-
 @dataclass(frozen=True, eq=False)
 class SharedModel(Model):
     """A model that sees one rank's part of a batch and answers for the whole of it."""
 
     team: Any = None
-
-    @classmethod
-    def of(cls, model: Model, team: DividedBatches) -> SharedModel:
-        settings = {f.name: getattr(model, f.name) for f in fields(model) if f.init}
-        return cls(**settings, team=team)
 
     def gradient(self, weights: Mapping[str, Tensor], batch: Batch, **settings: Any) -> Joint:
         """That of `Model`, averaged; running statistics are averaged too (batch norm itself sees one rank's rows)."""
@@ -178,14 +170,14 @@ class SharedModel(Model):
         with self._own_noise():
             joint = super().gradient(weights, batch, **settings)
         moving = {f"buffer {name}": value for name, value in joint.buffers.items() if value.is_floating_point()}
-        found = self.team.average(num_rows(batch.x), {**joint.grads, **moving, "total": joint.log_likelihood})
-        total = found["total"]
+        means = self.team.average(num_rows(batch.x), {**joint.grads, **moving, "total": joint.log_likelihood})
+        total = means["total"]
         value = total + joint.log_prior
         return joint._replace(
             value=value if self.temperature == 1.0 else value / self.temperature,
             log_likelihood=total,
-            grads={name: found[name] for name in joint.grads},
-            buffers={name: found.get(f"buffer {name}", value) for name, value in joint.buffers.items()},
+            grads={name: means[name] for name in joint.grads},
+            buffers={name: means.get(f"buffer {name}", value) for name, value in joint.buffers.items()},
         )
 
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
@@ -206,7 +198,7 @@ class SharedModel(Model):
 
     def _own_noise(self) -> Any:
         """Dropout differs between ranks; afterwards torch's generators stand where they stood, on all of them."""
-        return random.isolated(self.team.noise_seed(), next(iter(self.initial.values())).device)
+        return random.isolated(self.team.noise_seed(), self.device)
 
 
 class _Sum:
@@ -219,13 +211,10 @@ class _Sum:
 
     def __init__(self, model: Model, team: DividedBatches):
         self.team, self.running = team, False
-        like = {**model.initial}
-        like |= {f"buffer {name}": value for name, value in model.buffers.items() if value.is_floating_point()}
         first = next(iter(model.initial.values()))
-        like |= {"total": first.new_empty(())}
-        dtype = torch.float32
-        for value in like.values():
-            dtype = torch.promote_types(dtype, value.dtype)
+        moving = {f"buffer {name}": value for name, value in model.buffers.items() if value.is_floating_point()}
+        like = {**model.initial, **moving, "total": first.new_empty(())}
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in like.values()), torch.float32)
         self.sizes = {name: value.numel() for name, value in like.items()}
         self.shapes = {name: (value.shape, value.dtype) for name, value in like.items()}
         self.buffer = torch.zeros(sum(self.sizes.values()) + 3, dtype=dtype, device=first.device)
@@ -239,15 +228,15 @@ class _Sum:
             raise self.team._lost(error) from error
 
     def average(self, rows: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Σ_r rows_r · values_r / Σ_r rows_r."""
         self.buffer.zero_()
         names = list(values)
+        # one call for all tensors: a copy for each would cost a kernel launch each, as much as the sum itself
         torch._foreach_copy_([self.parts[name] for name in names], [values[name].reshape(-1) for name in names])
         self.buffer[:-3].mul_(rows)
         self.buffer[-3] = rows
         self._reduce()
-        found = self.buffer[:-3] / self.buffer[-3]
-        parts = dict(zip(self.sizes, found.split(list(self.sizes.values()))))
+        means = self.buffer[:-3] / self.buffer[-3]
+        parts = dict(zip(self.sizes, means.split(list(self.sizes.values()))))
         return {name: parts[name].view(self.shapes[name][0]).to(self.shapes[name][1]) for name in names}
 
     def beat(self, *, boundary: bool = False, failed: bool = False) -> tuple[int, int]:
@@ -266,27 +255,17 @@ class _Sum:
                 return
 
 
-def _place(device: torch.device) -> str | None:
-    """Which GPU this is, among those of all machines."""
-    if device.type != "cuda":
-        return None
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def fingerprint(state: Any) -> int:
-    """A number that changes with any bit of the state's weights and buffers."""
-    return _number({"weights": getattr(state, "weights", {}), "buffers": getattr(state, "buffers", {})})
-
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _number(values: Any) -> int:
+    """A number that changes with any bit of a tree of tensors."""
     total = 0
     for place, leaf in enumerate(tree.tensors(values), start=1):
         if leaf.dtype in (torch.complex64, torch.complex128):
             leaf = torch.view_as_real(leaf)
         words = leaf.detach().contiguous().reshape(-1).view(_WORDS[leaf.element_size()])
+        # whole numbers add up in any order, and a swap of two tensors shows
         total += place * int(words.sum(dtype=torch.int64))
     return total
 

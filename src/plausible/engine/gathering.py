@@ -46,7 +46,7 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
     last = method.stages()[-1]
     each = 0 if store is None else len(next(iter(last.kept(model, run, fitted.state).values())))
     first = {} if store is None else store.get([0], "cpu")
-    own = Left(
+    here = Left(
         team.keeps,
         method.members or 1,
         each,
@@ -58,11 +58,10 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
         fitted.seconds,
         fitted.mode,
     )
-    everybody: list[Left] = team.exchange(own)
+    everybody: list[Left] = team.exchange(here)
     active = [left for left in everybody if left.keeps]
-    device = model.device
     gathered = fitted._replace(
-        draws=_draws(team, store, everybody, folder, device),
+        draws=_draws(team, store, everybody, folder, model.device),
         history=mean_history(active),
         steps=min(left.steps for left in active),
         seconds=max(left.seconds for left in everybody),
@@ -71,7 +70,7 @@ def gather(team: Ranks, method: Method, model: Model, run: Run[Any], fitted: Fit
     if team.member_numbers is None or team.method.traits.keeps_draws:
         return gathered
     if fitted.left:
-        return gathered._replace(left=_left(team, fitted.left, device))
+        return gathered._replace(left=_left(team, fitted.left, model.device))
     return gathered._replace(state=_state(team, fitted.state, everybody))
 
 
@@ -85,6 +84,7 @@ def _draws(
     like, on_disk = everybody[active[0]].like, any(left.on_disk for left in everybody)
     total = sum(left.each for left in everybody)
     size = total * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in like.values())
+    # in pieces of about a shard where draws may not fit into memory
     chunk = max(1, DrawWriter.SHARD_BYTES // max(1, size)) if on_disk else times
     writer = DrawWriter(None if folder is None else folder / "gathered")
     joined: tree.Weights = {}
@@ -101,6 +101,7 @@ def _draws(
             except (OSError, ValueError) as error:
                 failure = error
             pieces.append({n: team.send(rank, value).unflatten(0, (count, each)) for n, value in piece.items()})
+        # time after time, at each time member after member, as one process would have kept them
         joined = {name: torch.cat([piece[name] for piece in pieces], 1).flatten(0, 1) for name in like}
         if on_disk and active != [team.rank] and failure is None:
             try:
@@ -134,15 +135,11 @@ def _left(team: Ranks, left: tree.Weights, device: torch.device) -> tree.Weights
 
 def _state(team: Ranks, state: Any, everybody: list[Left]) -> Any:
     """The states of all members, stacked."""
+    active = [(rank, left.members) for rank, left in enumerate(everybody) if left.keeps]
 
     def joined(leaf: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                team.send(rank, leaf if rank == team.rank else leaf.new_empty((left.members, *leaf.shape[1:])))
-                for rank, left in enumerate(everybody)
-                if left.keeps
-            ]
-        )
+        shapes = [(rank, leaf if rank == team.rank else leaf.new_empty((members, *leaf.shape[1:]))) for rank, members in active]
+        return torch.cat([team.send(rank, like) for rank, like in shapes])
 
     return tree.tree_map(joined, state)
 
@@ -150,8 +147,8 @@ def _state(team: Ranks, state: Any, everybody: list[Left]) -> Any:
 def mean_history(active: list[Left]) -> dict[str, list[float]]:
     """Means over members of what each rank logged, for the epochs that all of them have."""
     total = sum(left.members for left in active)
-    found = {}
+    means = {}
     for name in active[0].history:
         epochs = zip(*(left.history.get(name, ()) for left in active))
-        found[name] = [sum(v * left.members for v, left in zip(values, active)) / total for values in epochs]
-    return found
+        means[name] = [sum(v * left.members for v, left in zip(values, active)) / total for values in epochs]
+    return means

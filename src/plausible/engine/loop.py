@@ -19,15 +19,12 @@ from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
 from plausible.core.weights import clone, num_bytes
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.checkpoint import Checkpointer
-from plausible.engine.interrupt import Interrupt
-from plausible.engine.method import DivergenceError, Fitted, Method, Plan, Run, Stage
-from plausible.engine.monitoring import Monitor
-from plausible.engine.policy import Mode
-from plausible.engine.progress import Progress
+from plausible.engine.method import DivergenceError, Fitted, Info, Method, Plan, Run, Stage
 from plausible.engine.ranks import Team, Vote
 from plausible.engine.source import Source
-from plausible.engine.stepper import Captured, Eager, Info, Stepper, make
+from plausible.engine.stepper import Captured, Eager, StepMode, Stepper, make
 from plausible.engine.stopping import Stopping
+from plausible.engine.watching import Interrupt, Monitor, Progress
 
 log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
@@ -46,7 +43,7 @@ class _Mark(NamedTuple):
 
 
 @dataclass
-class Place:
+class StagePlace:
     """Where a stage stands in the run of its method: how many steps callbacks have heard of, and what earlier stages left."""
 
     method: Method
@@ -75,20 +72,20 @@ class Loop:
         plan: Plan,
         source: Source,
         state: Any,
-        mode: Mode,
+        mode: StepMode,
         writer: DrawWriter,
         keeper: Checkpointer | None,
         stopping: Stopping | None,
-        place: Place,
+        place: StagePlace,
+        team: Team,
         callbacks: tuple[Callback, ...] = (),
         progress: bool | None = None,
-        team: Team | None = None,
     ):
         self.stage, self.model, self.run, self.plan, self.source = stage, model, run, plan, source
         self.state, self.mode, self.writer, self.keeper = state, mode, writer, keeper
-        self.stopping, self.place, self.callbacks, self.progress = stopping, place, callbacks, progress
-        self.team = team or Team()
-        self.resting = not self.team.works  # nothing is left to do here, but others may be at work
+        self.stopping, self.place, self.callbacks, self.progress, self.team = stopping, place, callbacks, progress, team
+        self.monitors = [callback for callback in callbacks if isinstance(callback, Monitor)]
+        self.resting = not team.works  # nothing is left to do here, but others may be at work
         self.device = model.device
         self.history: dict[str, list[float]] = {}
         self.sums: dict[str, float] = {}
@@ -101,10 +98,12 @@ class Loop:
         if resumed is not None:
             self._resume(resumed)
             self.resting = self.resting or resumed.finished
+        # a new stage of a run that is checkpointed
         elif self.keeper is not None and self.place.number:
             self._save(finished=False)  # what the stages before took is safe from here on
         if self.resting:
             return self._rest()
+        # time that was spent before a kill counts
         started = time.monotonic() - self.seconds
         stepper = self._stepper(resumed)
         self._place_generators(resumed)
@@ -115,19 +114,20 @@ class Loop:
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
             while True:
                 wish = self._segment(segment, stepper) if self.done < self.plan.steps else 0
-                verdict = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
-                if verdict.over:
+                outcome = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
+                if outcome.over:
                     break
-                count = verdict.target - self.done
+                count = outcome.target - self.done
                 if count <= 0:  # others have to catch up
                     continue
                 mark = self._mark(stepper)
                 clock = time.monotonic()
                 infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
                 self.seconds = time.monotonic() - started
-                rows = self._read(infos)
+                rows = _stacked(infos)
                 bad = self._first_bad(rows)
                 if bad is not None:
+                    # a bad first step was made bad by the last update before the mark: go back one segment further
                     self._diverged(bad, good if bad[0] == 0 and good is not None else mark, mark.done)
                 bad = self._bad_weights(stepper.state, len(infos))
                 if bad is not None:
@@ -140,14 +140,19 @@ class Loop:
                 last = over or self.done >= self.plan.steps
                 self._observe(last)
                 self.seconds = time.monotonic() - started
-                segment = self._next_segment(segment, time.monotonic() - clock)
+                # longer while segments are short: each costs a look at what was logged, and on a GPU a wait for it
+                took = time.monotonic() - clock
+                if took < 0.1:
+                    segment = min(2 * segment, self.MAX_SEGMENT)
+                elif took > 0.5:
+                    segment = max(1, segment // 2)
                 bar.update(getattr(self.state, "seen", self.done), self._caption(rows))
                 if self.keeper is not None and self.keeper.due(self.done) and not last:  # the final one follows at once
                     self._save(finished=False)
         self.state = stepper.state
-        if verdict.interrupted and self.keeper is not None:
+        if outcome.interrupted and self.keeper is not None:
             self._save(finished=False)  # before the best weights take the place of the last: a resumed run trains on
-        if verdict.interrupted and self.stage.traits.verb == "accumulate":
+        if outcome.interrupted and self.stage.traits.verb == "accumulate":
             raise KeyboardInterrupt(
                 f"stopped during a pass over the data ({label(self.stage)}), of which nothing is known before its end"
                 + ("" if self.keeper is None else f"; resume with checkpoint={str(self.keeper.folder)!r}")
@@ -156,9 +161,9 @@ class Loop:
             self.state = self.stopping.best_of(self.state)
         if self.place.last and not self.plan.thin:
             self._keep()
-        if not verdict.interrupted and self.keeper is not None and self.place.last:
+        if not outcome.interrupted and self.keeper is not None and self.place.last:
             self._save(finished=True)
-        return self._fitted(verdict.interrupted)
+        return self._fitted(outcome.interrupted)
 
     def _stepper(self, resumed: checkpoints.Resumed | None) -> Stepper:
         """The step, compiled or captured as the mode says; of a stage that samples, whose kernels are compiled, as it stands."""
@@ -183,29 +188,23 @@ class Loop:
         total = getattr(self.state, "total", self.plan.steps)  # a pass counts examples
         return Progress(name, total, self.plan.unit, show, start=self.done)
 
-    def _next_segment(self, segment: int, seconds: float) -> int:
-        """Longer while segments are short: each costs a look at what was logged, and on a GPU a wait for it."""
-        if seconds < 0.1:
-            return min(2 * segment, self.MAX_SEGMENT)
-        return max(1, segment // 2) if seconds > 0.5 else segment
-
     def _rest(self) -> Fitted:
         """Be there for the others until they are done."""
         with Interrupt() as interrupt:
-            while not (verdict := self.team.meet(Vote(self.done, 0, interrupt.requested), self.state)).over:
+            while not (outcome := self.team.meet(Vote(self.done, 0, interrupt.requested), self.state)).over:
                 pass
-        return self._fitted(verdict.interrupted)
+        return self._fitted(outcome.interrupted)
 
     def _place_generators(self, resumed: checkpoints.Resumed | None) -> None:
         """Generators and stream where they stood, whatever a trial step has consumed."""
         if self.source.stream:
             self.source.rewind()
-            if resumed is not None and "random.pass" in resumed.tensors:
+            if resumed is not None and "pass" in resumed.random_states:
                 position = int(resumed.record["pass_position"])
                 number = (self.done - position) // self.plan.per_epoch
-                self.source.restart(resumed.tensors["random.pass"], position, number)
+                self.source.restart(resumed.random_states["pass"], position, number)
         if resumed is not None:
-            checkpoints.set_random_states(resumed.tensors, self.device)
+            checkpoints.set_random_states(resumed.random_states, self.device)
 
     def _mark(self, stepper: Stepper) -> _Mark:
         return _Mark(
@@ -222,6 +221,7 @@ class Loop:
         """Vmapped steps for stacked members, or a loop over them where vmap has no rule."""
         if self.stage.members is None:
             return self.stage.step
+        # vmap fails only when it is tried: one step on a copy, with generators put back
         probe = clone(self.state)
         batch = self.source.peek()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -242,18 +242,18 @@ class Loop:
     def _segment(self, wish: int, stepper: Stepper) -> int:
         """How many steps to run before looking up again; never past an event that needs the loop."""
         count = min(wish, self.plan.steps - self.done)
+        to_epoch = self.plan.per_epoch - self.done % self.plan.per_epoch
         if self.stopping is not None or self.callbacks:
-            count = min(count, self.plan.per_epoch - self.done % self.plan.per_epoch)
+            count = min(count, to_epoch)
+        # checkpoints every so many steps fall on those steps, not near them
         if self.keeper is not None and self.keeper.settings.steps is not None:
             count = min(count, self.keeper.last_step + self.keeper.settings.steps - self.done)
         if isinstance(stepper, Captured):
-            count = min(max(count, self._to_event()), stepper.LENGTH, self.plan.steps - self.done)
+            # replays are cheap and cannot be looked into: as many as there is room for
+            count = min(max(count, to_epoch), stepper.LENGTH, self.plan.steps - self.done)
             if self.plan.thin:
                 count = min(count, self.plan.next_draw(self.done) - self.done)
         return max(1, count)
-
-    def _to_event(self) -> int:
-        return self.plan.per_epoch - self.done % self.plan.per_epoch
 
     def _after(self, number: int, stepper: Stepper, interrupt: Interrupt) -> bool:
         self.team.step = number
@@ -274,15 +274,11 @@ class Loop:
     # -----------------------------------------------------------------------------------------------------------------
     # What the steps said
 
-    def _read(self, infos: list[Info]) -> dict[str, Tensor]:
-        """Terms × steps (× members), on the CPU in float64."""
-        names = infos[0] if infos else ()
-        return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in names}
-
     def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, str] | None:
         """The first step of these (from 0) with a term that is not finite, that term, and what it became."""
         worst: tuple[int, str, str] | None = None
         for name, values in rows.items():
+            # the earliest of all terms: those after it are bad because of it
             finite = torch.isfinite(values).reshape(len(values), -1)
             if not bool(finite.all()):
                 at = int((~finite.all(1)).nonzero()[0])
@@ -326,7 +322,7 @@ class Loop:
             if not self.plan.thin:
                 self._keep()
             if len(self.writer):
-                error.posterior = self._posterior(self._fitted(interrupted=True))
+                error.posterior = self.place.method.posterior(self.model, self.run, self._fitted(interrupted=True))
         raise error
 
     def _note(self, rows: dict[str, Tensor], before: int, count: int) -> None:
@@ -349,26 +345,27 @@ class Loop:
 
     def _observe(self, last: bool) -> None:
         """Show the posterior so far to the monitors among the callbacks, at the end of an epoch."""
-        monitors = [callback for callback in self.callbacks if isinstance(callback, Monitor)]
-        if not monitors or not self.place.last or (self.done % self.plan.per_epoch and not last):
+        if not self.monitors or not self.place.last or (self.done % self.plan.per_epoch and not last):
             return
         if not self.place.single and not self.place.method.traits.keeps_draws:
             return  # made of what all stages leave: shown when the run is over
         epoch = -(-self.done // self.plan.per_epoch)
-        due = [monitor for monitor in monitors if monitor.due(epoch, last)]
+        due = [monitor for monitor in self.monitors if monitor.due(epoch, last)]
         if not due:
             return
+        # the step may write into the buffers of its state, so monitors see a copy
         fitted = self._fitted(interrupted=False)._replace(state=clone(self.state), history=dict(self.history))
         if not self.plan.thin:  # the draws that the run would end with
             ending = clone(self.stage.kept(self.model, self.run, self.state))
+            # a method that keeps its last state has kept nothing yet
             fitted = fitted._replace(draws=MemoryDraws(ending) if ending else None)
         elif fitted.draws is None and self.place.method.traits.keeps_draws:
             return  # nothing kept yet
-        posterior = self._posterior(fitted)
+        posterior = self.place.method.posterior(self.model, self.run, fitted)
         generators = checkpoints.random_states(self.device)
         for monitor in due:
             monitor.observe(epoch, posterior)
-        checkpoints.set_random_states({f"random.{name}": state for name, state in generators.items()}, self.device)
+        checkpoints.set_random_states(generators, self.device)  # looking changes nothing
 
     def _caption(self, rows: dict[str, Tensor]) -> str:
         if (said := self.stage.caption(self.state)) is not None:
@@ -377,7 +374,7 @@ class Loop:
             return ""
         name, values = next(iter(rows.items()))
         value = float(values[-1].mean())
-        return f"{name.replace('_', ' ')} {value:,.1f}" if abs(value) < 1e7 else f"{name.replace('_', ' ')} {value:.3g}"
+        return f"{name.replace('_', ' ')} {f'{value:,.1f}' if abs(value) < 1e7 else f'{value:.3g}'}"
 
     def _validate(self) -> bool:
         """Held-out log-likelihood at the end of an epoch; True when patience has run out for all members."""
@@ -386,9 +383,6 @@ class Loop:
         value = self.stopping.judge(self.model, self.state)
         self.history.setdefault("held_out_log_likelihood", []).append(value)
         return self.stopping.over
-
-    def _posterior(self, fitted: Fitted) -> Any:
-        return self.place.method.posterior(self.model, self.run, fitted)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Checkpoints
@@ -402,12 +396,12 @@ class Loop:
         record = {
             "stage": self.place.number,
             "earlier": self.place.record,
-            "history": {n: [_json_number(v) for v in values] for n, values in self.history.items()},
-            "sums": {n: _json_number(v) for n, v in self.sums.items()},
+            "history": self.history,
+            "sums": self.sums,
             "seconds": self.seconds,
             "mode": self.mode,
             "pass_position": position,
-            "monitors": _json_tree([c.records for c in self.callbacks if isinstance(c, Monitor)]),
+            "monitors": _marked([monitor.records for monitor in self.monitors]),
         }
         state = self.state.tensors() if self.stage.traits.verb == "accumulate" else self.state
         named = {"state": state, "before": self.run.before, "stopping": self.stopping and self.stopping.tree}
@@ -416,9 +410,8 @@ class Loop:
     def _resume(self, resumed: checkpoints.Resumed) -> None:
         if self.stage.traits.verb == "accumulate":
             self.state.restore(resumed.tree("state", self.device))
-            while resumed.finished and not self.stage.finished(
-                self.state
-            ):  # what came out is made anew, where need be from the data
+            # sums are stored, and what was made of them is made anew, where need be from the data
+            while resumed.finished and not self.stage.finished(self.state):
                 self.state, _ = self.stage.step(self.model, self.run, self.state, self.source.peek())
         else:
             resumed.restore("state", self.state)
@@ -430,9 +423,9 @@ class Loop:
         self.sums = {n: float(v) for n, v in record["sums"].items()}
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
-        monitors = [callback for callback in self.callbacks if isinstance(callback, Monitor)]
-        for monitor, records in zip(monitors, record.get("monitors", [])):
-            monitor.records = _from_json_tree(records)
+        for monitor, records in zip(self.monitors, record.get("monitors", [])):
+            monitor.records = _unmarked(records)
+        # draws that were not yet in a shard lay in the checkpoint, on the CPU
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
     def _fitted(self, interrupted: bool) -> Fitted:
@@ -449,24 +442,22 @@ def label(stage: Stage) -> str:
     return name if isinstance(stage, Method) else name.lower()
 
 
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def _stacked(infos: list[Info]) -> dict[str, Tensor]:
+    """Terms × steps (× members), on the CPU in float64."""
+    names = infos[0] if infos else ()
+    return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in names}
 
 
-def _json_tree(value: Any) -> Any:
-    """Numbers, lists and mappings as strict JSON: what is not finite becomes {"number": "nan"}."""
+def _marked(value: Any) -> Any:
+    """Records with {"number": "nan"} for what is not finite: among them may be strings, so that a bare "nan" could be either."""
     if isinstance(value, dict):
-        return {str(key): _json_tree(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_tree(inner) for inner in value]
-    if isinstance(value, Tensor):
-        return _json_tree(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"number": str(value)}
-    return value
+        return {key: _marked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_marked(inner) for inner in value]
+    return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json_tree(value: Any) -> Any:
+def _unmarked(value: Any) -> Any:
     if isinstance(value, dict):
-        return float(value["number"]) if set(value) == {"number"} else {k: _from_json_tree(v) for k, v in value.items()}
-    return [_from_json_tree(inner) for inner in value] if isinstance(value, list) else value
+        return float(value["number"]) if set(value) == {"number"} else {k: _unmarked(v) for k, v in value.items()}
+    return [_unmarked(inner) for inner in value] if isinstance(value, list) else value

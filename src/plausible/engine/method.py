@@ -8,6 +8,7 @@ The engine owns all loops.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -107,7 +108,6 @@ class Plan:
     unit: str = "steps"
 
     def keeps(self, step: int) -> bool:
-        """Whether a draw is kept after step `step`."""
         return bool(self.thin) and step > self.burn_in and (step - self.burn_in) % self.thin == 0
 
     def next_draw(self, step: int) -> int:
@@ -116,6 +116,8 @@ class Plan:
 
 
 Prepared = TypeVar("Prepared")
+Info = dict[str, Tensor]
+"""What a step logs: 0-d tensors, or one number for each member."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +192,7 @@ class Stage:
         """The starting state."""
         raise NotImplementedError
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """The next state, and numbers to log. For *sample* stages `batch` is all data, or None where only a loader has them."""
         raise NotImplementedError
 
@@ -221,6 +223,7 @@ class Method(Stage):
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
+        # a name of its own, not one that it inherits
         if cls.__dict__.get("name"):
             registry[cls.name] = cls
 
@@ -270,32 +273,28 @@ def check_training(method: Any) -> None:
             raise ValueError(f"{who}: batch_size must be at least 1, got {size}")
 
 
-def num_epochs(method: Any, per_epoch: int) -> int:
-    """The epochs asked for; None means 200, and more on small data, where they would be too few steps."""
-    if method.epochs is not None:
-        return method.epochs
-    return max(DEFAULT_EPOCHS, -(-DEFAULT_STEPS // per_epoch))
+def check_choice(method: Any, setting: str, known: Sequence[str]) -> None:
+    value = getattr(method, setting)
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{type(method).__name__}: {setting} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **settings: Any) -> Plan:
     """The plan of `epochs` passes in batches; the number of steps is that of a loader which keeps its last, short batch."""
-    size = method.batch_size
-    if per_epoch is not None:
-        return Plan(
-            steps=num_epochs(method, per_epoch) * per_epoch,
-            per_epoch=per_epoch,
-            batch_size=-1 if size is not None else None,
-            **settings,
-        )
-    if size == "auto":
-        size = min(128, num_data)
-    if size is not None and size > num_data:
+    size = min(128, num_data) if method.batch_size == "auto" else method.batch_size
+    if per_epoch is not None:  # a loader has its own size, which only it knows
+        size = None if size is None else -1
+    elif size is not None and size > num_data:
         raise ValueError(
             f"{type(method).__name__}: batch_size={size} is larger than the data ({num_data} examples); "
             "use batch_size=None for all data at once (on the command line: --set batch_size=none)"
         )
-    per_epoch = 1 if size is None else -(-num_data // size)
-    return Plan(steps=num_epochs(method, per_epoch) * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
+    else:
+        per_epoch = 1 if size is None else -(-num_data // size)
+    # 200 epochs of small data would be too few steps
+    epochs = method.epochs or max(DEFAULT_EPOCHS, -(-DEFAULT_STEPS // per_epoch))
+    return Plan(steps=epochs * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
 
 
 def create(method: str | Method, /, **settings: Any) -> Method:
@@ -310,8 +309,6 @@ def create(method: str | Method, /, **settings: Any) -> Method:
         raise TypeError(f"method must be a Method or its name, got {type(method).__name__}")
     wanted = method.lower().replace("_", "-")
     if wanted not in registry:
-        import difflib
-
         close = difflib.get_close_matches(wanted, registry, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown method {method!r}; {hint}known methods: {', '.join(sorted(registry))}")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from plausible.core.data import Batch, Data, Estimator, StreamData, num_rows
 from plausible.core.model import Model
-from plausible.core.weights import Weights
-from plausible.engine.method import Plan, Run, Stage, Traits
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from plausible.engine.method import Info, Plan, Run, Stage, Traits
 
 ENDLESS = 2**62
 
@@ -41,7 +37,7 @@ class PassState:
     def advance(self) -> None:
         """Add the next batch; behind the last one, ask whether all are needed once more."""
         assert self.estimator is not None
-        if self._feed is None:
+        if self._feed is None:  # also in a resumed pass, which skips what it has seen
             self._feed = iter(self.data.chunks(self.estimator.chunk))
             for _ in range(self.batches):
                 next(self._feed)
@@ -78,12 +74,13 @@ class Pass(Stage):
         return result
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
+        # how many batches there are is known when a pass has ended
         return Plan(steps=ENDLESS, per_epoch=ENDLESS, batch_size=None, unit="examples")
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> PassState:  # noqa: ARG002
         return PassState(self.estimator(model, run), run.data)
 
-    def step(self, model: Model, run: Run[Any], state: PassState, batch: Batch) -> tuple[PassState, dict[str, Tensor]]:  # noqa: ARG002
+    def step(self, model: Model, run: Run[Any], state: PassState, batch: Batch) -> tuple[PassState, Info]:  # noqa: ARG002
         if not state.over:
             state.advance()
         if state.over and state.estimator is not None:
@@ -95,6 +92,3 @@ class Pass(Stage):
 
     def caption(self, state: PassState) -> str:
         return "" if state.estimator is None else state.estimator.note
-
-    def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
-        raise NotImplementedError

@@ -10,6 +10,7 @@ split ensemble need nobody else. Single chains share each gradient: see `plausib
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -32,8 +33,8 @@ from plausible.core.weights import Weights
 from plausible.engine import gathering
 from plausible.engine.checkpoint import Checkpoint, Resumed, differences
 from plausible.engine.method import DivergenceError, Method, Plan, Run
-from plausible.engine.policy import Mode
 from plausible.engine.source import Source
+from plausible.engine.stepper import StepMode
 
 log = logging.getLogger("plausible")
 PATIENCE = timedelta(days=7)  # for a rank at work; one that dies closes its connections and is noticed at once
@@ -57,20 +58,21 @@ class Vote:
     note: Any = None
 
 
-class Verdict(NamedTuple):
-    """What follows from all votes: go on to step `target`, or stop because that was all or because somebody interrupted."""
+class Outcome(NamedTuple):
+    """What follows from all votes: go on to step `target`, or stop, because that was all or because somebody interrupted."""
 
     target: int
     over: bool
     interrupted: bool
 
 
-def count_votes(votes: Sequence[Vote]) -> Verdict:
+def count_votes(votes: Sequence[Vote]) -> Outcome:
     """The same answer on every rank. A rank that is behind (a resumed one) catches up first; patience ends for all at once."""
+    # all go to the nearest wish, so that nobody runs past an event of another
     wishes = [vote.done + vote.wish for vote in votes if vote.wish]
     finished = all(vote.stale or not vote.wish for vote in votes)
     stopped = any(vote.stop for vote in votes)
-    return Verdict(min(wishes, default=0), finished or stopped, stopped and not finished)
+    return Outcome(min(wishes, default=0), finished or stopped, stopped and not finished)
 
 
 class Team:
@@ -95,7 +97,7 @@ class Team:
         return device
 
     def seed(self, seed: int) -> int:
-        """The seed of torch's global generators."""
+        """That of torch's global generators."""
         return seed
 
     def part(self, method: Method) -> Method:
@@ -103,31 +105,20 @@ class Team:
         return method
 
     def model(self, model: Model) -> Model:
-        """The model that the steps see."""
+        """What the steps see."""
         return model
 
-    def mode(self, mode: Mode) -> Mode:
-        """How steps can be run here."""
+    def mode(self, mode: StepMode) -> StepMode:
         return mode
 
     def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """Where this rank writes its own."""
         return checkpoint
-
-    def agree(
-        self,
-        model: Model,
-        starts: Weights | None,
-        identity: Mapping[str, Any],  # noqa: ARG002
-    ) -> tuple[Model, Weights | None]:
-        """Make sure that all ranks were asked for the same, and start from the same weights."""
-        return model, starts
 
     def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
         """Before the first step: where to resume."""
         return resumed
 
-    def meet(self, vote: Vote, state: Any) -> Verdict:  # noqa: ARG002
+    def meet(self, vote: Vote, state: Any) -> Outcome:  # noqa: ARG002
         """Between segments: how far to go next."""
         return count_votes([vote])
 
@@ -162,17 +153,19 @@ class Ranks(Team):
 
     def _votes(self, vote: Vote) -> list[Vote]:
         """Everybody's votes; where one of them is an error, all fail."""
-        found: list[Any] = [None] * self.size
+        votes: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, vote, group=self.group)
+            dist.all_gather_object(votes, vote, group=self.group)
         except RuntimeError as error:
             raise self._lost(error) from error
-        failed = [(rank, other.error) for rank, other in enumerate(found) if other.error is not None]
+        failed = [(rank, other.error) for rank, other in enumerate(votes) if other.error is not None]
         if failed:
             self.broken = True
             if vote.error is None:
-                raise _as_error(*failed[0])
-        return found
+                rank, (message, where) = failed[0]
+                text = f"rank {rank} failed, and with it this run: {message}"
+                raise DivergenceError(text, **where) if message.startswith("DivergenceError") else RankError(text)
+        return votes
 
     def exchange(self, note: Any) -> list[Any]:
         """What every rank has to say, in their order."""
@@ -188,30 +181,23 @@ class Ranks(Team):
         reason = str(error).strip().splitlines()[0][:200]
         return RankError(f"rank {self.rank} lost the others: one of them has died or left the run ({reason})")
 
-    def meet(self, vote: Vote, state: Any) -> Verdict:  # noqa: ARG002
-        """Votes are exchanged; every rank draws the same conclusion."""
+    def meet(self, vote: Vote, state: Any) -> Outcome:  # noqa: ARG002
         return count_votes(self._votes(vote))
 
     def agree(self, model: Model, starts: Weights | None, identity: Mapping[str, Any]) -> tuple[Model, Weights | None]:
         """Refuse ranks that were asked for different things; send the weights of rank 0 to all."""
-        own = {name: identity[name] for name in AGREED} | {"init": starts is not None}
-        others = self.exchange(own)
-        for rank, other in enumerate(others):
-            if found := differences(others[0], other):
-                where, old, new = found[0]
-                hint = (
-                    "pass the whole data on every rank, the engine divides them"
-                    if where in ("data", "num_data")
-                    else "every rank must run the same script with the same seed"
-                )
+        asked = self.exchange({name: identity[name] for name in AGREED} | {"init": starts is not None})
+        for rank, other in enumerate(asked):
+            if differing := differences(asked[0], other):
+                where, old, new = differing[0]
+                hint = "every rank must run the same script with the same seed"
+                if where in ("data", "num_data"):
+                    hint = "pass the whole data on every rank, the engine divides them"
                 raise ValueError(f"the ranks do not agree: {where} is {old!r} on rank 0 and {new!r} on rank {rank}; {hint}")
+        receive = functools.partial(self.send, 0)
         with torch.no_grad():
             for value in (*model.network.parameters(), *model.network.buffers()):
-                value.copy_(self.send(0, value))
-
-        def receive(value: Tensor) -> Tensor:
-            return self.send(0, value)
-
+                value.copy_(receive(value))
         model = replace(model, initial=tree.tree_map(receive, model.initial), buffers=tree.tree_map(receive, model.buffers))
         return model, None if starts is None else tree.tree_map(receive, starts)
 
@@ -219,7 +205,7 @@ class Ranks(Team):
         """The value that this rank has, sent to all, whose own only says the shape and type: a new tensor on its device."""
         copy = value.detach().to("cpu", copy=True).contiguous()
         if copy.numel():
-            try:
+            try:  # as bytes, since gloo does not know all types
                 dist.broadcast(copy.reshape(-1).view(torch.uint8), src=rank, group=self.group)
             except RuntimeError as error:
                 raise self._lost(error) from error
@@ -233,7 +219,8 @@ class Ranks(Team):
         parameters = network.parameters() if isinstance(network, torch.nn.Module) else iter(())
         first = next((p.device.type for p in parameters), "cpu") if device is None else str(device)
         if first in ("cuda", "auto") and torch.cuda.is_available():
-            return f"cuda:{local_rank() % torch.cuda.device_count()}"
+            number = int(os.environ.get("LOCAL_RANK", dist.get_rank()))  # of this process on its machine
+            return f"cuda:{number % torch.cuda.device_count()}"
         return device
 
     def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -255,7 +242,6 @@ class Ranks(Team):
         return replace(checkpoint, path=self._folder)
 
     def gather(self, method: Method, model: Model, run: Run[Any], fitted: Any) -> Any:
-        """See `plausible.engine.gathering`."""
         return gathering.gather(self, method, model, run, fitted, self._folder)
 
 
@@ -269,6 +255,7 @@ class SplitMembers(Ranks):
     def __init__(self, method: Method):
         super().__init__(method)
         assert method.members is not None
+        # the first ranks hold one more where it is not even
         few, more = divmod(method.members, self.size)
         first = self.rank * few + min(self.rank, more)
         self.member_numbers = range(first, first + few + (self.rank < more))
@@ -282,7 +269,6 @@ class SplitMembers(Ranks):
         return self
 
     def seed(self, seed: int) -> int:
-        """Another one on each rank, that of a single process on the first."""
         return random.generator(seed, 13, self.rank).initial_seed() if self.rank else seed
 
     def part(self, method: Method) -> Method:
@@ -290,7 +276,6 @@ class SplitMembers(Ranks):
         return method.part(self.member_numbers or range(1))  # type: ignore[attr-defined]
 
     def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
-        """Each rank goes on from its own checkpoint."""
         if isinstance(source.data, StreamData) and source.sampler is not None:
             raise ValueError(
                 "the members of an ensemble are split over the ranks, and each needs all the data: pass a loader without a "
@@ -300,19 +285,12 @@ class SplitMembers(Ranks):
         return resumed
 
 
-def local_rank() -> int:
-    """The number of this process on its machine."""
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-
-
 _groups: dict[int, tuple[Any, Any]] = {}
 
 
 def leave() -> None:
-    """Give the groups back while the interpreter still runs, so that their threads end here.
-
-    A thread of gloo's that lets go of the last tensor of a message after the interpreter has begun to end aborts the process.
-    """
+    """Give the groups back while the interpreter still runs, so that their threads end here."""
+    # a thread of gloo's that lets go of the last tensor of a message after the interpreter has begun to end aborts the process
     _groups.clear()
     gc.collect()
     if dist.is_initialized():
@@ -324,6 +302,7 @@ def _control_group() -> Any:
     world = dist.group.WORLD
     if id(world) not in _groups or _groups[id(world)][0] is not world:
         _groups.clear()
+        # a new default group has new processes behind it; ids are used again, so that the group itself is compared
         _groups[id(world)] = (world, dist.new_group(backend="gloo", timeout=PATIENCE))
     return _groups[id(world)][1]
 
@@ -333,10 +312,3 @@ class _Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
-
-
-def _as_error(rank: int, error: tuple[str, dict[str, Any]]) -> Exception:
-    """What the others raise when a rank has failed."""
-    message, where = error
-    text = f"rank {rank} failed, and with it this run: {message}"
-    return DivergenceError(text, **where) if message.startswith("DivergenceError") else RankError(text)

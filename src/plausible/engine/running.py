@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,15 +13,13 @@ from plausible.core.model import Model
 from plausible.core.storage import DrawWriter
 from plausible.core.weights import Weights, num_elements
 from plausible.engine.checkpoint import Checkpoint, Checkpointer, Resumed
-from plausible.engine.loop import Callback, Loop, Place, label
+from plausible.engine.loop import Callback, Loop, StagePlace, label
 from plausible.engine.method import Fitted, Method, Plan, Run, Stage
-from plausible.engine.monitoring import Monitor
-from plausible.engine.policy import decide, threads
 from plausible.engine.ranks import Team
 from plausible.engine.source import Elsewhere, Source
+from plausible.engine.stepper import decide, threads
 from plausible.engine.stopping import Stopping
-
-log = logging.getLogger("plausible")
+from plausible.engine.watching import Monitor
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,18 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
     team = options.team
     method = team.part(method)
     _check_divisible(method, team)
-    keeper, resumed, writer = None, None, DrawWriter()
+    keeper, resumed, writer, before = None, None, DrawWriter(), {}
     checkpoint = team.checkpoint(options.checkpoint)
     if checkpoint is not None:
         keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
         writer = DrawWriter(keeper.draws_folder)
-        resumed = keeper.load(writer)
+        if (resumed := keeper.load(writer)) is not None:
+            before = resumed.tree("before", model.device)
     stages = method.stages()
     earlier = _Earlier.of(resumed)
-    before = {} if resumed is None else resumed.tree("before", model.device)
-    first = earlier.count
+    first = len(earlier.stages)
     for number, stage in enumerate(stages[first:], start=first):
-        place = Place(method, number, number == len(stages) - 1, earlier.steps, earlier.seconds, earlier.record())
+        place = StagePlace(method, number, number == len(stages) - 1, earlier.steps, earlier.seconds, earlier.record())
         # later stages of split members concern each rank alone: it waits for the others at the end
         alone = Team() if number else team
         if number and not team.works:
@@ -69,15 +66,22 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
         at_hand = resumed if number == first else None
         model_here, run_here, fitted = _run_stage(stage, model, data, options, place, before, writer, keeper, at_hand, alone)
         if fitted.interrupted:
-            keeper, earlier.interrupted = None, True
+            keeper = None  # what follows is built on a stage that a resumed run will go on with
+            earlier.interrupted = True
+        # what is left is asked of the stage that ran, under the model and the data that it saw
         before = stage.kept(model_here, run_here, fitted.state) if len(stages) > 1 else {}
         earlier.add(stage, fitted)
-    fitted = team.gather(method, model_here, run_here, earlier.joined(fitted, before))
+    return model_here, run_here, team.gather(method, model_here, run_here, earlier.joined(fitted, before))
+
+
+def show_result(method: Method, data: Data, posterior: Any, fitted: Fitted, callbacks: Sequence[Callback]) -> None:
+    """Show monitors the posterior of a run, where no stage alone could have: one that is made of what all of them left."""
+    stages = method.stages()
     if len(stages) > 1 and not method.traits.keeps_draws and not fitted.interrupted:
+        # epochs are those of the first stage, which is the one that trains
         epochs = -(-fitted.steps // _plan(stages[0], data).per_epoch)
-        for monitor in (callback for callback in options.callbacks if isinstance(callback, Monitor)):
-            monitor.observe(epochs, method.posterior(model_here, run_here, fitted))
-    return model_here, run_here, fitted
+        for monitor in (callback for callback in callbacks if isinstance(callback, Monitor)):
+            monitor.observe(epochs, posterior)
 
 
 def _run_stage(
@@ -85,7 +89,7 @@ def _run_stage(
     model: Model,
     data: Data,
     options: Options,
-    place: Place,
+    place: StagePlace,
     before: Weights,
     writer: DrawWriter,
     keeper: Checkpointer | None,
@@ -96,11 +100,10 @@ def _run_stage(
     plan = _plan(stage, data)
     if plan.holdout:
         data, held = data.split(plan.holdout, options.seed)
-        plan = _plan(stage, data)
+        plan = _plan(stage, data)  # batches are counted over the rows that are left
     model = replace(model, num_data=data.num_data)
-    run: Run[Any] = Run(
-        data, options.seed, plan.steps, plan.per_epoch, None, before, options.starts if not before else None, options.compile
-    )
+    starts = None if before else options.starts  # a later stage starts where the one before ended
+    run: Run[Any] = Run(data, options.seed, plan.steps, plan.per_epoch, None, before, starts, options.compile)
     run = replace(run, prepared=stage.prepare(model, run))
     state = stage.start(model, run, random.key(options.seed, device=model.device))
     mode = decide(
@@ -111,12 +114,18 @@ def _run_stage(
         device=model.device,
         resident=not isinstance(data, StreamData),
     )
-    source = _source(stage, data, plan, options.seed, team)
+    if stage.traits.verb == "iterate":
+        members = None if stage.traits.shares_batches else stage.members
+        place_in_batch = (team.rank, team.size) if team.divides else None
+        source = Source(data, plan, options.seed, members, team.member_numbers, place_in_batch)
+    else:  # stages that sample or accumulate see the data as a whole
+        source = Elsewhere(data)
     stepping = team.model(model)  # the model that steps see, which may speak for all ranks
     resumed = team.ready(source, plan, resumed)
     stopping = None
     if held is not None and plan.patience is not None:
         stopping = Stopping(state, held, plan.patience, stage.members)
+    # a step's arithmetic, by which it gets one thread or several
     rows = (plan.batch_size or data.num_data) * (stage.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x
     with threads(model.network, x, work=num_elements(model.initial) * rows, device=model.device), _batch_norm_explained():
@@ -132,20 +141,11 @@ def _run_stage(
             keeper,
             stopping,
             place,
+            team,
             tuple(options.callbacks),
             options.progress,
-            team,
         ).go(resumed)
     return model, run, fitted
-
-
-def _source(stage: Stage, data: Data, plan: Plan, seed: int, team: Team) -> Source:
-    """Where the batches of a stage come from; stages that sample or accumulate see the data as a whole."""
-    if stage.traits.verb != "iterate":
-        return Elsewhere(data)
-    members = None if stage.traits.shares_batches else stage.members
-    place = (team.rank, team.size) if team.divides else None
-    return Source(data, plan, seed=seed, members=members, numbers=team.member_numbers, place=place)
 
 
 def _plan(stage: Stage, data: Data) -> Plan:
@@ -168,9 +168,8 @@ def _check_divisible(method: Method, team: Team) -> None:
     if not team.divides or method.traits.divisible:
         return
     who = type(method).__name__
-    instead = ""
-    if method.traits.verb == "iterate":
-        instead = f"use Ensemble({who}(…), members=…), whose members are split over them, or "
+    ensemble = f"use Ensemble({who}(…), members=…), whose members are split over them, or "
+    instead = ensemble if method.traits.verb == "iterate" else ""
     raise ValueError(
         f"{who} cannot be divided among ranks; {instead}set PLAUSIBLE_RANKS=alone to fit in each process by itself, with "
         "a seed of its own"
@@ -210,12 +209,8 @@ class _Earlier:
         return cls(float(stored["seconds"]), history, stages, stored["mode"])
 
     def record(self) -> dict[str, Any]:
-        history = {name: [v if abs(v) < float("inf") else str(v) for v in values] for name, values in self.history.items()}
+        history = {name: list(values) for name, values in self.history.items()}
         return {"seconds": self.seconds, "history": history, "stages": list(self.stages), "mode": self.mode}
-
-    @property
-    def count(self) -> int:
-        return len(self.stages)
 
     @property
     def steps(self) -> int:
@@ -233,6 +228,7 @@ class _Earlier:
     def joined(self, last: Fitted, left: Weights) -> Fitted:
         """What the last stage left, with what all of them said; `steps` are those of the first."""
         return last._replace(
+            interrupted=self.interrupted,
             history=self.history,
             steps=self.stages[0][1],
             seconds=self.seconds,

@@ -24,17 +24,6 @@ def share(rows: int, rank: int, size: int) -> slice:
     return slice(rank * rows // size, (rank + 1) * rows // size)
 
 
-class _MembersOrder(Order):
-    """The order of some members' rows, which is theirs whoever else runs here."""
-
-    def __init__(self, num_data: int, batch_size: int, seed: int, numbers: range):
-        super().__init__(num_data, batch_size, seed, numbers.stop)
-        self.numbers = numbers
-
-    def __call__(self, first: int, count: int) -> Tensor:
-        return torch.stack([self._rows(member, first, count) for member in self.numbers], dim=1)
-
-
 class Source:
     """Batches by number: batch t is the same whenever it is asked for (a loader's pass is replayed from its random state).
 
@@ -46,7 +35,6 @@ class Source:
         self,
         data: Data,
         plan: Plan,
-        *,
         seed: int,
         members: int | None,
         numbers: range | None = None,
@@ -55,33 +43,27 @@ class Source:
         self.place, self.divided = place, False
         self.data, self.plan = data, plan
         self.whole = plan.batch_size is None
+        # what is resident is gathered on its device, by row numbers
         self.minibatch = not self.whole and isinstance(data, ArrayData)
         self.stream = isinstance(data, StreamData) and not data.indexable
         self._device: Any = data.batch.y.device if isinstance(data, ArrayData) else data.device
         self._order: Order | None = None
         if not self.whole and not self.stream:
             assert plan.batch_size is not None
-            shared = isinstance(data, StreamData)
-            if numbers and not shared:
-                self._order = _MembersOrder(data.num_data, plan.batch_size, seed, numbers)
-            else:
-                self._order = Order(data.num_data, plan.batch_size, seed, None if shared else members)
+            # a data set's rows are read one by one: all members see the same, so that each is read once
+            stacked = None if isinstance(data, StreamData) else members
+            self._order = Order(data.num_data, plan.batch_size, seed, stacked)
+            self._numbers = numbers if stacked else None
         if self.whole:
             self._all = self._part(data.all())
         self._iterator: Iterator[Batch] | None = None
         self.pass_state: Tensor | None = None
-        self.pass_position = 0
+        self.pass_position = self.pass_number = 0
         loader = data.source if self.stream else None  # type: ignore[union-attr]
-        self._own = loader.generator if isinstance(loader, DataLoader) else None
+        self.generator = loader.generator if isinstance(loader, DataLoader) else None
         sampler = loader.sampler if isinstance(loader, DataLoader) else None
         self.sampler: Any = sampler if isinstance(sampler, DistributedSampler) else None
-        self.pass_number = 0
-        self._own_start = None if self._own is None else self._own.get_state()
-
-    @property
-    def own_generator(self) -> bool:
-        """Whether the loader has a generator of its own."""
-        return self._own is not None
+        self._generator_start = None if self.generator is None else self.generator.get_state()
 
     def _part(self, batch: Batch) -> Batch:
         """The rows of a batch that are this rank's."""
@@ -92,20 +74,15 @@ class Source:
     def _block(self, first: int, count: int) -> Tensor:
         """Row indices, where the order gives them."""
         assert self._order is not None
-        rows = self._order(first, count)
+        if self._numbers:  # the order of some members' rows is theirs whoever else runs here
+            rows = torch.stack([self._order._rows(member, first, count) for member in self._numbers], dim=1)
+        else:
+            rows = self._order(first, count)
         return rows if self.place is None else rows[..., share(rows.shape[-1], *self.place)]
-
-    # Resident data
 
     def index_block(self, first: int, count: int) -> Tensor:
         """Row indices of batches first … first+count−1 on the data's device: [count, (members,) batch]."""
         return self._block(first, count).to(self._device, non_blocking=True)
-
-    def rows(self, first: int, count: int) -> Iterator[Tensor]:
-        """The same, batch by batch."""
-        yield from self.index_block(first, count).unbind(0)
-
-    # Any data
 
     def batches(self, first: int, count: int) -> Iterator[Batch]:
         """Batches first … first+count−1."""
@@ -125,29 +102,28 @@ class Source:
         if not self.stream:
             return next(iter(self.batches(0, 1)))
         assert isinstance(self.data, StreamData)
-        own = None if self._own is None else self._own.get_state()
+        before = None if self.generator is None else self.generator.get_state()
         try:
             with torch.random.fork_rng(devices=[]), contextlib.closing(self.data.passes()) as trial:  # type: ignore[type-var]
                 batch = next(trial, None)
         finally:
-            if self._own is not None and own is not None:
-                self._own.set_state(own)
+            if self.generator is not None and before is not None:
+                self.generator.set_state(before)
         if batch is None:
             raise ValueError(_EMPTY)
         return batch
 
-    # A loader's stream
-
     def _start_pass(self) -> None:
         assert isinstance(self.data, StreamData)
-        self.pass_state = torch.get_rng_state() if self._own is None else self._own.get_state()
+        # the state from which the loader shuffles, and not the order, is what a checkpoint can hold of a pass
+        self.pass_state = torch.get_rng_state() if self.generator is None else self.generator.get_state()
         self.pass_position = 0
         if self.divided and self.sampler is not None:
             self.sampler.set_epoch(self.pass_number)
         self._iterator = self.data.passes()
 
     def _next(self) -> Batch:
-        for _ in range(2):
+        for _ in range(2):  # behind the last batch of a pass stands the first of the next
             if self._iterator is None:
                 self._start_pass()
             assert self._iterator is not None
@@ -155,6 +131,7 @@ class Source:
             if batch is not None:
                 self.pass_position += 1
                 return batch
+            # a pass without any batch: the loader is used up
             if self.pass_position == 0:
                 break
             self._iterator = None
@@ -164,13 +141,13 @@ class Source:
     def rewind(self) -> None:
         """Back to before the first batch (a trial step may have taken some)."""
         self._iterator, self.pass_state, self.pass_position, self.pass_number = None, None, 0, 0
-        if self._own is not None and self._own_start is not None:
-            self._own.set_state(self._own_start)
+        if self.generator is not None and self._generator_start is not None:
+            self.generator.set_state(self._generator_start)
 
     def restart(self, state: Tensor, position: int, number: int) -> None:
         """Go to a position inside a pass: start it from its random state and skip what was consumed."""
         self.pass_number = number
-        (torch.set_rng_state if self._own is None else self._own.set_state)(state)
+        (torch.set_rng_state if self.generator is None else self.generator.set_state)(state)
         self._start_pass()
         for _ in range(position):
             self._next()

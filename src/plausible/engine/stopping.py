@@ -43,8 +43,11 @@ class Stopping:
                 return _log_likelihood(model, variables, batch)
             return torch.stack([_log_likelihood(model, index(variables, k), batch) for k in range(self.members)])
 
-        value = accumulate(total, self.held) / self._held_weight()
+        if self._weight is None:  # the number of held-out examples, or the sum of their weights
+            self._weight = float(accumulate(_weight, self.held)) or 1.0
+        value = accumulate(total, self.held) / self._weight
         stale, best = self.tree["stale"], self.tree["value"]
+        # a member that was stopped alone would not have seen this epoch
         judged = torch.where(stale >= self.patience, -torch.inf, value)
         better = judged > best
 
@@ -67,15 +70,9 @@ class Stopping:
             weights={name: best[name] for name in state.weights}, buffers={name: best[name] for name in state.buffers}
         )
 
-    def _held_weight(self) -> float:
-        """The number of held-out examples, or the sum of their weights."""
-        if self._weight is None:
 
-            def count(batch: Batch) -> Tensor:
-                return torch.tensor(float(num_rows(batch.x)) if batch.weight is None else float(batch.weight.sum()))
-
-            self._weight = float(accumulate(count, self.held)) or 1.0
-        return self._weight
+def _weight(batch: Batch) -> Tensor:
+    return torch.tensor(float(num_rows(batch.x)) if batch.weight is None else float(batch.weight.sum()))
 
 
 def _log_likelihood(model: Model, variables: Any, batch: Batch) -> Tensor:

@@ -31,9 +31,6 @@ def to_arviz(posterior: Any, x: Any = None) -> Any:
     posterior: random weights by name [chain, draw, *shape], sampled hyper-parameters, `f` [chain, draw, input, *outputs] at `x`.
     sample_stats: `acceptance_rate`, `diverging`, `step_size`, `n_steps`, `energy`, `lp` (the log joint), `tree_depth`, if known.
     observed_data, constant_data: targets `y` and inputs `x` of the training data, while the posterior still has them.
-
-    Every posterior of stored draws has the first group, of one chain or several; draws beyond a multiple of the chains are left
-    out.
     """
     arviz, posterior = _arviz(), stored(posterior)
     weights = {name: _array(by_chain(posterior, value)) for name, value in posterior.weights().items()}

@@ -7,8 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,15 +18,13 @@ from plausible.core import weights as tree
 from plausible.core.data import ArrayData, Data, as_data, as_inputs, num_rows, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
-from plausible.core.networks import Where, choose_device
+from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors import pruning, saving
 from plausible.posteriors.predictive import Draws, Predictive
 from plausible.posteriors.saving import Content, example_of, kinds
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class Posterior(ABC):
@@ -37,18 +34,10 @@ class Posterior(ABC):
     estimate of log p(D) where the method has one: given the weights trained as points, where there are some, and under the prior
     that was fitted, where a method fits it. `parts` are the posteriors of which this one is a mixture.
 
-    A subclass has a `kind`, the word for it in files, and says four things:
-
-    - `num_draws(draws)`: how many draws are meant, also by None;
-    - `evaluate(inputs, draws, seed, batch_size)`: f(x) for them. The same `draws` and `seed` must mean the same functions whatever
-      the inputs, since large inputs come in blocks;
-    - `content()`: the tensors and settings it consists of;
-    - `rebuilt(method, model, run, content)`: the same posterior from them, here or on another device. Saving, loading and moving
-      follow.
-
-    There need be no weights, nor weights that can be stacked. Where there are, it says `weights` and `starting_points`; with
-    `networks`, their means and scales, it can be pruned, and its draws must then be 0 where `masks` are False (`kept`). It may say
-    more in `diagnostics` and `status`.
+    A subclass has a `kind`, the word for it in files, and says `num_draws`, `evaluate` (the same `draws` and `seed` must mean the
+    same functions whatever the inputs, since large inputs come in blocks), `content` and `rebuilt`; saving, loading and moving
+    follow. There need be no weights. Where there are, it says `weights` and `starting_points`; with `networks` it can be pruned,
+    and its draws must then be 0 where `masks` are False (`kept`). See docs/extending.md.
     """
 
     kind: ClassVar[str] = ""
@@ -126,7 +115,6 @@ class Posterior(ABC):
         )
 
     def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
-        """The inputs and draws of a prediction, checked."""
         inputs = self.inputs(x)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
@@ -134,7 +122,6 @@ class Posterior(ABC):
         return inputs, check_draws(draws)
 
     def inputs(self, x: Any) -> Any:
-        """Inputs as the network takes them, checked."""
         like = example_of(self.model)
         inputs = as_inputs(x, dtype=like.dtype, device=like.device)
         if num_rows(inputs) == 0:
@@ -151,25 +138,13 @@ class Posterior(ABC):
     def check_shape(self, shape: Sequence[int]) -> None:
         """Refuse outputs of another shape than those of the fit."""
         if tuple(shape) != tuple(self.model.output_shape):
-            raise ValueError(
-                f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave "
-                f"{tuple(self.model.output_shape)}"
-            )
+            fitted = tuple(self.model.output_shape)
+            raise ValueError(f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave {fitted}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pruning
 
-    def prune(
-        self,
-        fraction: float | None = None,
-        *,
-        threshold: float | None = None,
-        by: pruning.Criterion = "snr",
-        where: Where = None,
-        per_layer: bool = False,
-    ) -> Self:
-        """The same posterior with the least useful weights at exactly 0 in every draw; see `plausible.pruning.prune`."""
-        return pruning.prune(self, fraction, threshold=threshold, by=by, where=where, per_layer=per_layer)
+    prune = pruning.prune
 
     @property
     def masks(self) -> Weights:
@@ -202,7 +177,7 @@ class Posterior(ABC):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was ended early by Ctrl-C."""
+        """By Ctrl-C."""
         return bool(self.run.get("interrupted", False))
 
     @property
@@ -247,18 +222,16 @@ class Posterior(ABC):
         return f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}\n{body}"
 
     def __repr__(self) -> str:
-        count = tree.num_elements({n: self.model.initial[n] for n in self.model.random})
-        data = f"{self.model.num_data:,} examples"
-        return f"<{type(self).__name__} by {self.method_name}: {count:,} random weights, {data}>"
+        count = tree.num_elements(tree.select(self.model.initial, self.model.random))
+        who = f"{type(self).__name__} by {self.method_name}"
+        return f"<{who}: {count:,} random weights, {self.model.num_data:,} examples>"
 
     def to(self, device: torch.device | str) -> Self:
         """The same posterior on another device."""
         target = choose_device(self.model.network, device)
         return saving.placed(self, self.model.to(target), target)  # type: ignore[return-value]
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write a folder of safetensors and JSON: no pickle, nothing half written."""
-        return saving.save(self, path, overwrite=overwrite)
+    save = saving.save
 
 
 @contextlib.contextmanager
@@ -296,11 +269,15 @@ def record_of(fitted: Fitted) -> dict[str, Any]:
 def data_for(model: Model, data: Any, mask: Any = None) -> Data:
     """Data as `fit` takes them, checked against a model that was fitted before."""
     like = example_of(model)
-    given = as_data(data, dtype=like.dtype, device=like.device, mask=mask)
+    return checked(model, as_data(data, dtype=like.dtype, device=like.device, mask=mask))
+
+
+def checked(model: Model, data: Data) -> Data:
+    """The data with targets that fit the likelihood: arrays are looked at now, a stream batch by batch as it comes."""
 
     def check(y: Tensor, observed: Tensor | None) -> Tensor:
         return model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=observed)
 
-    if isinstance(given, ArrayData):
-        return replace(given, batch=given.batch._replace(y=check(given.batch.y, given.batch.mask)))
-    return replace(given, check=check)
+    if isinstance(data, ArrayData):
+        return replace(data, batch=data.batch._replace(y=check(data.batch.y, data.batch.mask)))
+    return replace(data, check=check)

@@ -1,24 +1,25 @@
-"""The posterior that chains leave: their draws, what is known of each transition, and how to go on."""
+"""The posteriors that chains and particles leave: draws, what is known of transitions and of the evidence, and how to go on."""
 
 from __future__ import annotations
 
-import hashlib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from plausible import engine
+from plausible.blocks.chains.tempering import log_ratio
 from plausible.core import random, serialise
 from plausible.core import weights as tree
 from plausible.core.data import Data
 from plausible.core.model import Model
-from plausible.core.storage import DrawStore, JoinedDraws
+from plausible.core.storage import JoinedDraws
 from plausible.core.weights import Weights
+from plausible.engine.checkpoint import Checkpoint, digest
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors import diagnostics
 from plausible.posteriors.base import check_draws, data_for, record_of
@@ -41,28 +42,16 @@ class ChainsPosterior(DrawsPosterior):
 
     kind = "chains"
 
-    def __init__(
-        self,
-        method: Any,
-        model: Model,
-        run: Mapping[str, Any],
-        store: DrawStore,
-        chains: int,
-        state: list[Tensor] | None = None,
-    ):
-        super().__init__(method, model, run, store, chains)
-        self.state = state or []
-        self.data: Data | None = None
-        self.seed = 0
+    data: Data | None = None
+    seed = 0
+    state: Sequence[Tensor] = ()  # the leaves of the chains' last one
 
     @classmethod
     def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> Self:  # type: ignore[override]
-        """From what a run left."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended during warm-up")
-        state = [leaf.detach().clone() for leaf in tree.tensors(fitted.state)]
-        record = {**record_of(fitted), "compile": fitted.mode != "eager"}
-        posterior = cls(method, model, record, fitted.draws, chains, state)
+        posterior = cls(method, model, {**record_of(fitted), "compile": fitted.mode != "eager"}, fitted.draws, chains)
+        posterior.state = [leaf.detach().clone() for leaf in tree.tensors(fitted.state)]
         posterior.data, posterior.seed = run.data, run.seed
         return posterior
 
@@ -74,10 +63,9 @@ class ChainsPosterior(DrawsPosterior):
 
     @classmethod
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
-        state, settings = content.tensors.get("state", {}), content.settings
-        leaves = [state[name] for name in sorted(state)]
-        posterior = cls(method, model, run, content.stored, int(settings["chains"]), leaves)
-        posterior.seed, posterior.run["data"] = int(settings["seed"]), settings["data"]
+        posterior, state = super().rebuilt(method, model, run, content), content.tensors.get("state", {})
+        posterior.state = [state[name] for name in sorted(state)]
+        posterior.seed, posterior.run["data"] = int(content.settings["seed"]), content.settings["data"]
         return posterior
 
     def to(self, device: torch.device | str) -> Self:
@@ -89,12 +77,12 @@ class ChainsPosterior(DrawsPosterior):
     def statistics(self) -> dict[str, Tensor]:
         """Of each draw: name → `[chains, draws]`, in float64."""
         total = len(self) // self.chains * self.chains
+        # what is stored beside weights and buffers are statistics
         known = {name for name in self.store.shapes() if name not in self.model.initial and name not in self.model.buffers}
         parts = [{name: value.cpu() for name, value in part.items() if name in known} for part in self.store.shards()]
         values = {name: value[:total] for name, value in tree.concatenate(parts).items()}
-        return {
-            name.removeprefix(PREFIX): value.double().reshape(-1, self.chains).T.contiguous() for name, value in values.items()
-        }
+        by_chain = {name: value.double().reshape(-1, self.chains).T.contiguous() for name, value in values.items()}
+        return {name.removeprefix(PREFIX): value for name, value in by_chain.items()}
 
     @property
     def precisions(self) -> dict[str, Tensor]:
@@ -103,12 +91,9 @@ class ChainsPosterior(DrawsPosterior):
         return {name.removeprefix(prefix): v for name, v in self.statistics.items() if name.startswith(prefix)}
 
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
-        """How far to trust the chains: `draws`, `chains`, the worst `rhat`, `ess_bulk`, `ess_tail`, `mcse`.
+        """How far to trust the chains, by functions f(x) or weights, and what their transitions say; see `diagnostics.transitions`.
 
-        `mcse` is that of a mean, in units of its standard deviation. With `x` on the function values f(x), where
-        permuting hidden units does not matter; otherwise on the weights. Then what the transitions say: `divergences`,
-        `acceptance`, `step_size`, `leapfrogs` (gradients a transition), `ebfmi` (the smallest over chains), `saturated`
-        (the share of NUTS trees at `max_depth`), each where the kernel has it; `seconds` and `ess_per_second`.
+        Also `mcse`, that of a mean in units of its standard deviation, `seconds` and `ess_per_second`.
         """
         return diagnostics.report(self, x)
 
@@ -129,9 +114,10 @@ class ChainsPosterior(DrawsPosterior):
         """
         if draws is None:
             raise ValueError("draws must be a whole number of at least 1, got None")
-        if not self.state:
+        if not len(self.state):
             raise ValueError("this posterior holds no state of its chains, so they cannot go on: fit again with more draws")
-        method = _Continued(self.method, self.state, check_draws(draws) or 1)
+        method = _Continued(self.method, list(self.state), check_draws(draws) or 1)
+        # noise inside the network goes on, and does not repeat that of the first run
         seed = random.key(self.seed, 13, int(self.run.get("steps", 0)))[1].item()
         with torch.inference_mode(False), random.isolated(int(seed), self.device):
             rows = self._data(data, mask)
@@ -140,7 +126,7 @@ class ChainsPosterior(DrawsPosterior):
                 compile=self.run.get("compile", "auto"),
                 progress=progress,
                 callbacks=tuple(callbacks),
-                checkpoint=engine.Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint,
+                checkpoint=Checkpoint.of(checkpoint),
                 identity=self._identity(method, rows),
             )
             model, run, fitted = engine.run(method, self.model, rows, options)
@@ -149,15 +135,15 @@ class ChainsPosterior(DrawsPosterior):
         if fitted.interrupted:
             warnings.warn(f"stopped by Ctrl-C after {fitted.steps:,} of the new transitions", UserWarning, stacklevel=2)
         new = method.posterior(model, run, fitted)
-        new.run["seconds"] = new.run.get("seconds", 0.0) + self.run.get("seconds", 0.0)
-        new.run["steps"] = new.run.get("steps", 0) + self.run.get("steps", 0)
+        for counted in ("seconds", "steps"):
+            new.run[counted] = new.run.get(counted, 0) + self.run.get(counted, 0)
         new.history = {name: self.history.get(name, []) + values for name, values in new.history.items()}
         new.store = JoinedDraws([self.store, new.store])
-        new.method = _with_draws(self.method, len(new) // self.chains)
+        if hasattr(self.method, "draws"):
+            new.method = replace(self.method, draws=len(new) // self.chains)
         return new
 
     def _data(self, data: Any, mask: Any) -> Data:
-        """The data to go on with: those of the run, or the same ones given again."""
         if data is None:
             if self.data is None:
                 raise ValueError(
@@ -172,15 +158,12 @@ class ChainsPosterior(DrawsPosterior):
 
     def _identity(self, method: _Continued, data: Data) -> dict[str, Any]:
         """What must agree for a checkpoint to be that of this continuation; the state says all about the network."""
-        digest = hashlib.blake2b(digest_size=8)
-        for leaf in method.state:
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {
             "method": serialise.encode(self.method, strict=False),
             "likelihood": serialise.encode(self.model.likelihood, strict=False),
             "prior": serialise.encode(self.model.prior, strict=False),
             "temperature": self.model.temperature,
-            "state": digest.hexdigest(),
+            "state": digest(("", leaf) for leaf in method.state),
             "more": method.more,
             "seed": self.seed,
             "data": data.fingerprint(),
@@ -189,17 +172,97 @@ class ChainsPosterior(DrawsPosterior):
 
     def masked(self, masks: Weights) -> Self:
         pruned = super().masked(masks)
-        pruned.state = []  # chains of the weights that are left would be others
+        pruned.state = ()  # chains of the weights that are left would be others
         return pruned
 
     def status(self, name: str) -> str:
         return "held at its value" if name in self.model.points else super().status(name)
 
 
-def _with_draws(method: Any, draws: int) -> Any:
-    """The method with this many draws per chain, where it says them."""
-    known = is_dataclass(method) and any(f.name == "draws" for f in fields(method))
-    return replace(method, draws=draws) if known and not isinstance(method, type) else method
+class ParticlesPosterior(DrawsPosterior):
+    """Equally weighted particles at the end of an annealing run; `log_evidence` is its estimate of log p(D).
+
+    `run["annealing"]` has lists with one number for each temperature: `temperature` (β), `ess` (effective particles before they are
+    resampled), `acceptance`, `step_size`, `leapfrogs`, `error` (the standard error of the log evidence so far).
+    """
+
+    kind = "particles"
+
+    @classmethod
+    def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:  # noqa: ARG003
+        """From what a run left: steps after the last temperature, where nothing happened, are not counted."""
+        if fitted.draws is None:
+            raise ValueError(f"{type(method).__name__} kept no draws: the run ended before it began")
+        count = int(fitted.state.passed)
+        value, error = method.evidence(fitted.state)
+        run: dict[str, Any] = {
+            **record_of(fitted),
+            "steps": count,
+            "history": {n: values[:count] for n, values in fitted.history.items()},
+            "annealing": dict(zip(method.traced, fitted.state.trace[:count].T.tolist())),
+        }
+        posterior = cls(method, model, run, fitted.draws)
+        if math.isfinite(value):
+            posterior.log_evidence = value
+            posterior.run["log_evidence_error"] = error
+        return posterior
+
+    def diagnostics(self, x: Any = None) -> dict[str, Any]:  # noqa: ARG002
+        """How the annealing went: particles are no chains, so there is no R̂.
+
+        `temperatures` (β) and `ess`, the effective particles at each; `acceptance`, the mean over all moves; `log_evidence` with
+        its standard error `log_evidence_error`: 0.1 says that it is good to about 0.1, above 1 it is not known; and `effective`,
+        how many independent particles the draws are worth at least: 1/Σ_a W_a² over first ancestors a.
+        """
+        seen = self.run.get("annealing", {})
+        known = {"log_evidence": self.log_evidence, "log_evidence_error": self.run.get("log_evidence_error")}
+        report: dict[str, Any] = {"draws": len(self), "chains": 1, "divergences": 0, **known}
+        report |= {"temperatures": seen.get("temperature", []), "ess": seen.get("ess", [])}
+        if rates := seen.get("acceptance"):
+            report["acceptance"] = sum(rates) / len(rates)
+        if errors := seen.get("error"):
+            report["effective"] = len(self) / (1 + (len(self) - 1) * errors[-1] ** 2)
+        return report
+
+    def status(self, name: str) -> str:
+        return "held at its value" if name in self.model.points else super().status(name)
+
+
+class ReplicasPosterior(ChainsPosterior):
+    """Draws of chains at β = 1 whose replicas stood at other powers; `log_evidence` comes from all of them.
+
+    `run["tempering"]` has the powers, the rates of exchange between neighbours, and the round trips to the hottest power and back.
+    """
+
+    kind = "replicas"
+
+    @classmethod
+    def of(cls, method: Any, model: Model, run: Run[Any], fitted: Fitted, chains: int = 1) -> Self:  # type: ignore[override]
+        posterior = super().of(method, model, run, fitted, chains)
+        exchange = fitted.state.adaptation
+        value, error = log_ratio(exchange.bridges)
+        rates = (exchange.accepted / exchange.seen.clamp(min=1)).tolist()
+        posterior.run["tempering"] = {
+            "temperatures": exchange.betas.tolist(),
+            "swap_rates": rates,
+            "barrier": sum(1 - rate for rate in rates),
+            "round_trips": exchange.round_trips.tolist(),
+        }
+        # Only a ladder that reaches down to the prior bridges the whole way, and p(D) is that of the untempered model.
+        if float(exchange.betas[-1]) == 0 and math.isfinite(value) and model.temperature == 1.0:
+            posterior.log_evidence = value
+            posterior.run["log_evidence_error"] = error
+        return posterior
+
+    def diagnostics(self, x: Any = None) -> dict[str, Any]:
+        """Those of chains; the powers, how replicas travelled between them, and the evidence.
+
+        `temperatures` (β), `swap_rates` between neighbours, `barrier` (the sum of their rejection rates), `round_trips` of each
+        chain's replicas to the hottest power and back, `log_evidence` and its standard error. Rates far below 0.3 ask for more
+        temperatures, about twice the barrier; without round trips nothing has travelled.
+        """
+        known = {"log_evidence": self.log_evidence, "log_evidence_error": self.run.get("log_evidence_error")}
+        return super().diagnostics(x) | self.run.get("tempering", {}) | known
 
 
 @dataclass(frozen=True)
@@ -215,18 +278,17 @@ class _Continued(Method):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002
         """`more` draws, the first after what is missing to it where the run was stopped between two."""
         plan = self.method.plan(num_data)
+        # a run that was stopped between two draws owes the rest of its thinning
         since = (int(self.state[-1]) - plan.burn_in) % plan.thin  # a state ends with the number of its transitions
-        return Plan(
-            steps=self.more * plan.thin - since, per_epoch=1, batch_size=None, burn_in=-since, thin=plan.thin, unit=plan.unit
-        )
+        return replace(plan, steps=self.more * plan.thin - since, per_epoch=1, burn_in=-since)
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
         return self.method.prepare(model, run)
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
-        """The state that was left."""
         fresh = self.method.start(model, run, key)
         leaves = tree.tensors(fresh)
+        # leaves are matched by their place: another method or network has others
         if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in self.state]:
             raise ValueError("the state of these chains does not fit this network and method: it belongs to another run")
         for leaf, value in zip(leaves, self.state):
@@ -243,5 +305,4 @@ class _Continued(Method):
         return self.method.caption(state)
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Any:
-        """Of the new draws alone."""
         return self.method.posterior(model, run, fitted)

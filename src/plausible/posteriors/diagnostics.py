@@ -37,10 +37,6 @@ LEAST = 4
 """Draws of a chain below which nothing can be said about convergence."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Draws by chain
-
-
 def stored(posterior: Any) -> DrawsPosterior:
     """The posterior, where it keeps draws in the order of its chains."""
     if not (hasattr(posterior, "store") and hasattr(posterior, "chains")):
@@ -63,7 +59,7 @@ def function_chains(posterior: DrawsPosterior, x: Any) -> Tensor:
 def chosen_weights(posterior: DrawsPosterior, names: str | Sequence[str] | None = None) -> dict[str, tuple[int, ...]]:
     """Random weights whose name matches one of the patterns (`"0.*"`), with the shape of a draw; all by default."""
     shapes = posterior.store.shapes()
-    patterns = [names] if isinstance(names, str) else list(names) if names is not None else ["*"]
+    patterns = [names] if isinstance(names, str) else ["*"] if names is None else names
     chosen: dict[str, tuple[int, ...]] = {}
     for pattern in patterns:
         matching = [name for name in posterior.model.random if name == pattern or fnmatch.fnmatch(name, pattern)]
@@ -82,6 +78,7 @@ def weight_chains(
     """
     shapes = chosen_weights(posterior, names)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    # evenly spaced quantities stand for all where there are too many
     chosen = spaced(sum(sizes.values()), limit or sum(sizes.values()))
     places: dict[str, Tensor] = {}
     start = 0
@@ -94,7 +91,10 @@ def weight_chains(
         torch.cat([draws[name].reshape(len(draws[name]), -1)[:, at.to(draws[name].device)] for name, at in places.items()], 1)
         for draws in posterior.store.shards()
     ]
-    words = [label for name, at in places.items() for label in _indexed(name, shapes[name], at.tolist())]
+    words: list[str] = []
+    for name, at in places.items():
+        rows = torch.stack(torch.unravel_index(at, shapes[name] or (1,)), -1).tolist()
+        words += [f"{name}[{','.join(map(str, row))}]" if shapes[name] else name for row in rows]
     return by_chain(posterior, torch.cat(pieces)), words
 
 
@@ -107,24 +107,9 @@ def quantities(
     if names is not None:
         raise ValueError("give x, to look at functions, or names, to look at weights, and not both")
     values = function_chains(posterior, x)
-    words = [
-        f"f(x{i})" + (f"[{','.join(map(str, place))}]" if math.prod(values.shape[3:]) > 1 else "")
-        for i in range(values.shape[2])
-        for place in product(*map(range, values.shape[3:]))
-    ]
-    return values.flatten(2), words
-
-
-def _indexed(name: str, shape: tuple[int, ...], places: Sequence[int]) -> list[str]:
-    """`0.weight[3,2]` for each place of a flattened weight."""
-    if not shape:
-        return [name] * len(places)
-    rows = torch.stack(torch.unravel_index(torch.as_tensor(places), shape), -1).tolist()
-    return [f"{name}[{','.join(map(str, row))}]" for row in rows]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A row for each quantity
+    places = [f"[{','.join(map(str, place))}]" for place in product(*map(range, values.shape[3:]))]
+    places = places if len(places) > 1 else [""] * len(places)
+    return values.flatten(2), [f"f(x{i}){place}" for i in range(values.shape[2]) for place in places]
 
 
 @dataclass(frozen=True)
@@ -154,14 +139,11 @@ class SummaryTable:
 
     def worst(self, count: int = 10) -> SummaryTable:
         """The rows with the largest R̂, those with the fewest effective draws first among equals."""
-        size = torch.minimum(self["ess_bulk"], self["ess_tail"]).nan_to_num(torch.inf)
-        order = sorted(range(len(self)), key=lambda i: (-self._rhat(i), float(size[i])))[:count]
+        size = torch.minimum(self["ess_bulk"], self["ess_tail"]).nan_to_num(torch.inf).tolist()
+        rhats = [-math.inf if math.isnan(value) else round(value, 3) for value in self["rhat"].tolist()]
+        order = sorted(range(len(self)), key=lambda i: (-rhats[i], size[i]))[:count]
         chosen = {name: values[order] for name, values in self.columns.items()}
         return SummaryTable(tuple(self.names[i] for i in order), chosen, self.chains, self.draws)
-
-    def _rhat(self, place: int) -> float:
-        value = float(self["rhat"][place])
-        return -math.inf if math.isnan(value) else round(value, 3)
 
     def _cells(self) -> list[list[str]]:
         rows = zip(self.names, *(self.columns[name].tolist() for name in COLUMNS))
@@ -170,11 +152,10 @@ class SummaryTable:
     def __str__(self) -> str:
         lines = [["", *(HEADS.get(name, name) for name in COLUMNS)], *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in lines
-        ]
-        return "\n".join([f"{self.chains} chains of {self.draws:,} draws", *shown])
+        shown = [f"{self.chains} chains of {self.draws:,} draws"]
+        for name, *cells in lines:
+            shown.append("  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))]))
+        return "\n".join(shown)
 
     def __rich__(self) -> Table:
         from rich import box
@@ -217,10 +198,6 @@ def summary_table(posterior: Any, x: Any = None, names: str | Sequence[str] | No
     """
     values, words = quantities(stored(posterior), x, names)
     return SummaryTable(tuple(words), summary(values), values.shape[0], values.shape[1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole run
 
 
 def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:

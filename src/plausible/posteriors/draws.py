@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from plausible.core.draws import outputs_of_draws
 from plausible.core.model import Model
 from plausible.core.storage import DrawStore
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors import arviz_export, diagnostics, verdicts
 from plausible.posteriors.base import Posterior, check_draws, naming_x, record_of
 from plausible.posteriors.predictive import Draws
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class DrawsPosterior(Posterior):
@@ -38,7 +36,6 @@ class DrawsPosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:
-        """From what a run left."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended during burn-in")
         return cls(method, model, record_of(fitted), fitted.draws, chains)
@@ -53,9 +50,6 @@ class DrawsPosterior(Posterior):
     def __len__(self) -> int:
         return len(self.store)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
-
     def num_draws(self, draws: int | None) -> int:
         return len(self) if draws is None else draws
 
@@ -66,6 +60,7 @@ class DrawsPosterior(Posterior):
             return list(range(total))
         stream = random.generator(seed, 7)
         if draws < total:
+            # in the order of the store, which reads each shard once
             return sorted(torch.randperm(total, generator=stream)[:draws].tolist())
         return torch.randint(total, (draws,), generator=stream).tolist()
 
@@ -79,6 +74,7 @@ class DrawsPosterior(Posterior):
         source = lambda first, count: self._weights_of(distinct[first : first + count])  # noqa: E731
         values, noise = outputs_of_draws(self.model, source, len(distinct), inputs, batch_size=batch_size)
         if rows != distinct:
+            # back to the order that was asked for
             position = {row: i for i, row in enumerate(distinct)}
             order = torch.tensor([position[row] for row in rows], device=values.device)
             values, noise = values[order], tree.index(noise, order)
@@ -98,11 +94,7 @@ class DrawsPosterior(Posterior):
             return self._weights_of(range(total - self.chains, total))
         return self._weights_of(sorted({round(total * (k + 1) / members) - 1 for k in range(members)} - {-1}))
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What they say
-
     def diagnostics(self, x: Any = None) -> dict[str, Any]:
-        """R̂ and effective sample sizes over all draws in chain order, of f(x) or of the weights; see `Posterior`."""
         return diagnostics.convergence(self, x)
 
     def verdict(self, x: Any = None) -> str:
@@ -150,6 +142,7 @@ def chain_moments(store: DrawStore, names: Sequence[str], chains: int) -> list[t
     means = [{n: s / counts[k] for n, s in part.items()} for k, part in enumerate(sums(lambda _, draws, __: draws))]
     if min(counts) < 2:
         return [(mean, None) for mean in means]
+    # around the mean, in a second pass: a sum of squares less a square would cancel
     squares = sums(lambda name, draws, k: (draws - means[k][name]).square())
     scales = [{n: (s / (counts[k] - 1)).sqrt() for n, s in part.items()} for k, part in enumerate(squares)]
     return list(zip(means, scales))

@@ -38,10 +38,6 @@ _TINY = 1e-150
 Noise = Mapping[str, Tensor]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is asked: [n, P] moments of the flattened outputs, shapes of outputs and targets as everywhere
-
-
 def law(likelihood: Likelihood, f: Moments, output_shape: tuple[int, ...], noise: Noise) -> distributions.Distribution:
     """The law of each target on its own, [1, n, *targets], the axis of the mixture being integrated over."""
     if isinstance(likelihood, likelihoods.Scaled):
@@ -157,6 +153,7 @@ def root(covariance: Tensor) -> Tensor:
     bad = info != 0
     if bool(bad.any()):
         finite = covariance.isfinite().flatten(1).all(-1)
+        # eigh would raise for the whole batch on one matrix that is not finite
         factor[bad & ~finite] = math.nan
         values, vectors = torch.linalg.eigh(covariance[bad & finite])
         factor[bad & finite] = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
@@ -167,10 +164,6 @@ def along(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Points m + √v·z_q, [Q, *shape], and weights [Q, 1, …] of the trapezoidal rule."""
     z = _grid(WIDTH, NODES, mean)
     return mean + variance.clamp(min=0).sqrt() * z, (-0.5 * z * z).softmax(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Counts
 
 
 class Counts(Mixture):
@@ -193,7 +186,6 @@ class Counts(Mixture):
 
     @property
     def mean(self) -> Tensor:
-        """e^{m + v/2}."""
         return torch.exp(self.log_mean + 0.5 * self.scale.square())[None]
 
     @property
@@ -208,14 +200,13 @@ class Counts(Mixture):
 
     @property
     def variance(self) -> Tensor:
-        """Both together."""
         return (self.noise + self.rate_variance)[None]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of the counts `value`, elementwise."""
         value = value.to(self.log_mean)
         middle = self._mode(value)
         width = torch.rsqrt(1 + self.scale.square() * self._slope(value, self.log_mean + self.scale * middle)[1])
+        # centred at the mode and scaled by the curvature there: the integrand may be far narrower than N(m, v)
         z = middle + width * _grid(_REACH, _CHOSEN, middle)
         inside = self._make(self.log_mean + self.scale * z).log_prob(value) - 0.5 * z * z
         constant = math.log(2 * _REACH / (_CHOSEN - 1)) - 0.5 * math.log(2 * math.pi)
@@ -232,8 +223,10 @@ class Counts(Mixture):
         mean, scale = self.log_mean, self.scale.clamp(min=_TINY)
         counts = (k.clamp(min=1e-17).log() - mean) / scale
         pull = scale * self._slope(k, mean)[0]
+        # the mode lies between the prior's and where the counts alone would put it, and no further than the slope pulls
         far = torch.where(pull > 0, torch.minimum(pull, counts), torch.maximum(pull, counts))
         low, high = far.clamp(max=0), far.clamp(min=0)
+        # bisection: the slope is monotone, and Newton's steps may overshoot
         for _ in range(60):
             middle = 0.5 * (low + high)
             rising = scale * self._slope(k, mean + scale * middle)[0] > middle
@@ -241,7 +234,6 @@ class Counts(Mixture):
         return 0.5 * (low + high)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Y ≤ value), elementwise."""
         k = value.to(self.log_mean).floor()
         above = k.clamp(min=0) + 1
         against = 1 / (1 + above / self.dispersion)  # 1 for Poisson
@@ -253,13 +245,10 @@ class Counts(Mixture):
             logs = above * away - (above + self.dispersion) * torch.log1p((1 - against) * torch.expm1(away))
         place = (above.log() + away - self.log_mean) / self.scale.clamp(min=_TINY)
         made = (logs.softmax(0) * torch.special.ndtr(place)).sum(0)
+        # the rule must be finer than what it integrates: over the narrower of the two laws it would miss it
         sharp = (precision > _SHARP) & (precision * self.scale.square() > 1)
         below = torch.where(sharp, made, super().cdf(k)[0])
         return torch.where(k < 0, 0.0, below)[None]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
 
 
 def _shaped(f: Moments, output_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -299,6 +288,7 @@ def _heteroscedastic(likelihood: Likelihood, f: Moments, output_shape: tuple[int
     if (covariance := matrix(f)) is not None:
         places = torch.arange(f.mean.shape[-1], device=raw.device).reshape(output_shape).chunk(2, -1)
         crossed = covariance[:, places[0].flatten(), places[1].flatten()].reshape(centre.shape)
+    # the regression of the mean on the raw scale; none where the raw scale is known
     slope = torch.where(raw_spread > 0, crossed / raw_spread.clamp(min=_TINY), 0.0)
     points, weight = along(raw, raw_spread)
     variance = (spread - slope * crossed).clamp(min=0) + _noise_scale(likelihood, points).square()
@@ -313,6 +303,7 @@ def _normal_density(f: Moments, noise: Tensor, y: Tensor, observed: Tensor) -> T
     noises = torch.diag_embed(torch.where(observed, noise, 1.0))
     covariance = torch.where(both, f.covariance, 0.0)  # type: ignore[arg-type]
     factor, info = torch.linalg.cholesky_ex(covariance + noises)
+    # rounding can make V indefinite by a little, and the noise is too small to cover it
     if bool((info != 0).any()):
         half = root(covariance)
         factor = torch.linalg.cholesky(half @ half.mT + noises)
@@ -330,6 +321,7 @@ def _gamma_rule(df: float) -> tuple[list[float], list[float]]:
     a = 0.5 * df
     left, right = -(40 / a + 1), min(math.log1p(40 / a) + 1, math.sqrt(100 / a) + 0.1)
     left = max(left, -math.sqrt(100 / a) - 100 / a)
+    # fine enough for wide laws of few degrees of freedom too
     u = np.linspace(left, right, max(NODES, math.ceil((right - left) / 0.3)))
     logs = a * (u - np.expm1(u))
     weight = np.exp(logs - logs.max())
@@ -343,6 +335,7 @@ def _sobol(size: int, count: int, seed: int) -> Tensor:
     if size > torch.quasirandom.SobolEngine.MAXDIM:
         z = random.normals(seed, 23, count=half * size, like=torch.empty(0, dtype=torch.float64)).reshape(half, size)
     else:
+        # points that fill the space evenly: the error falls almost like 1/Q and not like 1/√Q
         engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed % 2**31)
         z = torch.special.ndtri(engine.draw(half, dtype=torch.float64).clamp(2**-31, 1 - 2**-31))
     return torch.cat([z, -z])[:count]

@@ -17,7 +17,7 @@ from torch import Tensor, distributions
 
 from plausible.blocks.moments.gaussians import Moments
 from plausible.core import likelihoods, random
-from plausible.core.likelihoods import Likelihood, Scaled
+from plausible.core.likelihoods import Likelihood
 from plausible.core.special import widest
 from plausible.posteriors import gaussian_integrals as integrals
 from plausible.posteriors.predictive import _COPIES, BLOCK_BYTES, BUDGET_BYTES, Draws, Predictive, _Summary
@@ -32,30 +32,21 @@ class GaussianPredictive(Predictive):
     """p(y | x) = ∫ p(y | f) N(f; m(x), V(x)) df for N inputs: what `Predictive` answers, without the noise of finitely many draws.
 
     `moments(rows)` gives, for a slice of the inputs, the mean [n, *O] of the outputs and their covariance [n, P, P] with P = ΠO, or
-    variances [n, *O] where outputs are independent or P² is too much. It is called for the first input, then in blocks, once where
-    all of it fits into `budget_bytes`. `noise` holds the likelihood's own weights, if it has any: points, `likelihood.log_scale` of
-    shape () or (O,).
+    variances [n, *O] where outputs are independent or P² is too much. `noise` holds the likelihood's own weights, if it has any:
+    points, `likelihood.log_scale` of shape () or (O,). `draws` is a source as that of `Predictive`, coherent over the inputs, for
+    `functions` and `sample`; without it inputs are drawn independently from N(m, V), by `seed`.
 
-    Gaussian noise: exact, y ~ N(m, V + σ²). Other numbers and counts: see `plausible.gaussian_integrals`; no answer has a seed.
+    Gaussian noise: exact, y ~ N(m, V + σ²). Other numbers and counts: see `plausible.gaussian_integrals`. Classes, by `way`:
 
-    Classes, by `way`:
+    "integral"  E softmax(f): for two classes by the trapezoidal rule over the log odds (129 nodes, error below 1e-7 up to a
+                deviation of 10), for more over `nodes` points that fill N(m, V) evenly. Cost: nodes·N·C², with variances nodes·N·C.
+    "probit"    σ(κm) with κ = (1 + πv/8)^−½ (MacKay 1992), for C > 2 classes softmax(κ_c·m_c): off by up to 0.02 for two classes.
+                `epistemic` and `mutual_information` are those of the integral, the aleatoric parts what they leave. Cost: N·C.
+    "bridge"    the Dirichlet with α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c, m and v those of f less its mean over classes
+                (MacKay 1998; Hobbhahn, Kristiadi & Hennig 2022, who condition on that mean being 0): all parts in closed form.
+                Coarse: it matches the variances, and for two classes its mean is softmax(m) whatever V is. Cost: N·C².
 
-    "integral"  E softmax(f): for yes/no targets and two classes by the trapezoidal rule over the log odds (129 nodes, error below
-                1e-7 up to a standard deviation of 10), for more over `nodes` points that fill N(m, V) evenly (by default 1,024
-                for up to 64 classes, at least 64). Cost: nodes·N·C², with variances nodes·N·C.
-    "probit"    σ(κm) with κ = (1 + πv/8)^−½ (MacKay 1992), for C > 2 classes softmax(κ_c·m_c), κ_c from the variance of each logit:
-                approximate, off by up to 0.02 for two classes. `probs`, `log_prob` and `entropy` are these; `epistemic` and
-                `mutual_information` are those of the integral, and the aleatoric parts what they leave. Cost: N·C.
-    "bridge"    the Dirichlet with α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c, m and v those of f less its mean over classes,
-                which the softmax does not see (the Laplace bridge; MacKay 1998; Hobbhahn, Kristiadi & Hennig 2022, who condition
-                on that mean being 0): all parts in closed form. Coarse: it matches the variances. For two classes its mean is
-                softmax(m) whatever V is; for more it tends to that only where V has the shape of a Dirichlet's. Cost: N·C².
-
-    Targets of one input (several labels, positions, outputs) are explained together by `log_prob`, V being their covariance; by
-    "probit" and "bridge" each on its own.
-
-    `draws` is a source as that of `Predictive`, of `num_draws` draws that are coherent over the inputs: it serves `functions`,
-    `sample` and decisions about several inputs. Without it inputs are drawn independently of one another from N(m, V), by `seed`.
+    Targets of one input are explained together by `log_prob`, V being their covariance; by "probit" and "bridge" each on its own.
     """
 
     def __init__(
@@ -73,14 +64,8 @@ class GaussianPredictive(Predictive):
         seed: int = 0,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
-        super().__init__(
-            likelihood,
-            draws or self._independent,
-            num_inputs=num_inputs,
-            num_draws=num_draws,
-            output_shape=output_shape,
-            budget_bytes=budget_bytes,
-        )
+        sizes: Any = {"num_inputs": num_inputs, "num_draws": num_draws, "output_shape": output_shape}
+        super().__init__(likelihood, draws or self._independent, budget_bytes=budget_bytes, **sizes)
         if way not in get_args(Way):
             raise ValueError(f"way must be one of {', '.join(map(repr, get_args(Way)))}, got {way!r}")
         if way != "integral" and not isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli):
@@ -107,43 +92,16 @@ class GaussianPredictive(Predictive):
         if not isinstance(mean, Tensor) or mean.ndim < 1 or not mean.is_floating_point():
             got = f"{mean.dtype} {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
             raise ValueError(f"mean must be a floating-point tensor of shape [inputs, ...], got {got}")
-        return cls(
-            likelihood,
-            lambda rows: (mean[rows], covariance[rows]),
-            num_inputs=len(mean),
-            output_shape=tuple(mean.shape[1:]),
-            noise=noise,
-            **settings,
-        )
+        moments = lambda rows: (mean[rows], covariance[rows])  # noqa: E731
+        return cls(likelihood, moments, num_inputs=len(mean), output_shape=tuple(mean.shape[1:]), noise=noise, **settings)
 
     def __repr__(self) -> str:
-        way = f", way={self.way!r}" if self.likelihood.kind in CLASSES else ""
-        return (
-            f"GaussianPredictive({self.likelihood}, inputs={self.num_inputs}, draws={self.num_draws}, "
-            f"outputs={list(self.output_shape)}{way})"
-        )
+        way = f", way={self.way!r})" if self.likelihood.kind in CLASSES else ")"
+        return super().__repr__().removesuffix(")") + way
 
-    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> GaussianPredictive:
-        """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
-        result = GaussianPredictive(
-            Scaled(self.likelihood, loc, scale),
-            self._given,
-            num_inputs=self.num_inputs,
-            output_shape=self.output_shape,
-            noise=self.noise,
-            draws=self._source,
-            num_draws=self.num_draws,
-            nodes=self._nodes,
-            seed=self.seed,
-            budget_bytes=self._budget,
-        )
-        result._kept, result._whole = self._kept, self._whole
-        if self._kept is not None:
-            result._dtype = result._returned(self._kept.mean)
-        return result
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Moments, block by block
+    @property
+    def _held(self) -> Tensor | None:
+        return super()._held if self._kept is None else self._kept.mean
 
     def _moments(self, rows: slice) -> Moments:
         """Mean [n, P] and covariance [n, P, P] or variances [n, P], as they are given."""
@@ -170,6 +128,7 @@ class GaussianPredictive(Predictive):
 
     def _functions(self, each: int) -> Iterator[tuple[slice, Moments]]:
         """Slices of the inputs with the moments of f in float64; so few that `each` numbers for each of them fit the block."""
+        # moments are kept where they fit, since each question would propagate them again
         numbers = self._size * (1 + (self._size if self._full else 1))
         if self._kept is None and 8 * numbers * self.num_inputs <= self._budget:
             parts = [self._moments(rows) for rows in self._slices(numbers)]
@@ -190,16 +149,12 @@ class GaussianPredictive(Predictive):
     def _independent(self, rows: slice) -> Draws:
         """Draws of N(m, V), each input on its own: a function of the seed and the number of the input."""
         f = self._moments(rows)
+        # whole groups are drawn, so that an input's noise does not depend on the block it comes in
         groups = range(rows.start // _GROUP, -(-rows.stop // _GROUP))
-        z = torch.cat(
-            [
-                random.normals(self.seed, 29, group, count=self.num_draws * _GROUP * self._size, like=f.mean).reshape(
-                    self.num_draws, _GROUP, self._size
-                )
-                for group in groups or range(1)
-            ],
-            1,
-        )[:, rows.start - groups.start * _GROUP :][:, : len(f.mean)]
+        shape = (self.num_draws, _GROUP, self._size)
+        drawn = [random.normals(self.seed, 29, group, count=math.prod(shape), like=f.mean) for group in groups or range(1)]
+        start = rows.start - groups.start * _GROUP
+        z = torch.cat([part.reshape(shape) for part in drawn], 1)[:, start : start + len(f.mean)]
         if (covariance := integrals.matrix(f)) is not None:
             half = integrals.root(covariance.to(widest(covariance.device))).to(z)
             noise = torch.einsum("npk,snk->snp", half, z)
@@ -207,9 +162,6 @@ class GaussianPredictive(Predictive):
             noise = f.variance.clamp(min=0).sqrt() * z
         outputs = (f.mean + noise).reshape(self.num_draws, len(f.mean), *self.output_shape)
         return Draws(outputs, {n: w.expand(self.num_draws, *w.shape) for n, w in self.noise.items()})
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Answers
 
     def _laws(self, copies: int = 1) -> Iterator[tuple[slice, distributions.Distribution]]:
         for rows, f in self._functions(copies * self._work):
@@ -233,29 +185,21 @@ class GaussianPredictive(Predictive):
     def _summary(self) -> _Summary:
         if self.likelihood.kind in CLASSES:
             return _Summary(*self._binary_last(self._classes[1:]))
+        blocks = self._functions(self._work)
         return _Summary(
-            *self._joined(
-                integrals.summary(self.likelihood, f, self.output_shape, self._wide(f)) for _, f in self._functions(self._work)
-            )
+            *self._joined(integrals.summary(self.likelihood, f, self.output_shape, self._wide(f)) for _, f in blocks)
         )
 
     @property
     def mean(self) -> Tensor:
-        """E[y], shaped like the targets; for classes the probabilities [N, ..., C]."""
         return self._binary_last(self._probit[1:2])[0] if self.way == "probit" else self._summary.mean
 
     @property
-    def probs(self) -> Tensor:
-        """P(y = c) for classes, [N, ..., C]; P(y = 1) for binary targets, [N] or [N, L]."""
-        self._need("probs", CLASSES, "use mean, std, quantile or interval")
-        return self.mean
-
-    @property
     def entropy(self) -> Tensor:
-        """H[y] in nats, [N]: all uncertainty about the class. For binary targets of each label, [N] or [N, L]."""
         return self._probit[2] if self.way == "probit" else self._entropies("entropy")[0]
 
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
+        # a single target, or independent ones: the joint density is the product of the marginal ones
         alone = targets.numel() == len(targets) or not self._full or self.way != "integral"
         if self.likelihood.kind in CLASSES and alone:
             logs = self._log_probs()
@@ -272,9 +216,6 @@ class GaussianPredictive(Predictive):
 
     def _log_probs(self) -> Tensor:
         return self._probit[0] if self.way == "probit" else self._classes[0]
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Classes, yes/no targets being two: each pass gives log P(y = c) first
 
     @cached_property
     def _probit(self) -> tuple[Tensor, ...]:
@@ -305,6 +246,7 @@ class GaussianPredictive(Predictive):
             mean, expected = (weight * p).sum(0), (weight.squeeze(-1) * inside).sum(0)
             between = (weight * (p - mean).square()).sum(0)
         log_mean = mean.log()
+        # logarithms of what has underflowed are summed apart, which costs as much again
         if bool((mean < _UNDERFLOW).any()):
             shares = -math.log(len(log_p)) if weight is None else weight.log()
             log_mean = (log_p + shares).logsumexp(0)
@@ -313,8 +255,10 @@ class GaussianPredictive(Predictive):
             information, log_mean = (entropy - expected).clamp(min=0), _probit(self._logits(f))
             mean = log_mean.exp()
             entropy = torch.special.entr(mean).sum(-1)
+            # information from the integral, total from the approximation: parts that add up and are not negative
             expected = entropy - torch.minimum(information, entropy)
         total = mean * (1 - mean)
+        # rounding must not leave a negative aleatoric part
         between = torch.minimum(between, total)
         return log_mean, mean, total - between, between, entropy, expected
 
@@ -345,6 +289,7 @@ class GaussianPredictive(Predictive):
         covariance = integrals.matrix(f)
         if isinstance(self.likelihood, likelihoods.Bernoulli):  # ±f/2
             mean, variance = (part.reshape(-1, *self.output_shape, 1) for part in (f.mean, f.variance))
+            # two classes with logits ±f/2, whose difference is f
             sign = mean.new_tensor([-0.5, 0.5])
             return Moments(mean * sign, variance.unsqueeze(-1) * sign * sign.unsqueeze(-1))
         *places, classes = self.output_shape
@@ -354,11 +299,6 @@ class GaussianPredictive(Predictive):
         count = math.prod(places)
         blocks = covariance.reshape(-1, count, classes, count, classes).diagonal(dim1=1, dim2=3).movedim(-1, 1)
         return Moments(mean, blocks.reshape(*mean.shape, classes))
-
-
-def _spread(logits: Moments) -> Tensor:
-    """The variance of each logit, [n, ..., C]."""
-    return logits.variance.clamp(min=0)
 
 
 def _difference(logits: Moments) -> tuple[Tensor, Tensor]:
@@ -375,19 +315,20 @@ def _probit(logits: Moments) -> Tensor:
         mean, variance = _difference(logits)
         odds = mean * torch.rsqrt(1 + math.pi / 8 * variance)
         return F.logsigmoid(torch.stack([-odds, odds], -1))
-    return (logits.mean * torch.rsqrt(1 + math.pi / 8 * _spread(logits))).log_softmax(-1)
+    return (logits.mean * torch.rsqrt(1 + math.pi / 8 * logits.variance.clamp(min=0))).log_softmax(-1)
 
 
 def _bridge(logits: Moments) -> Tensor:
     """Log α of the Dirichlet, [n, ..., C]: α_c = (1 − 2/C + e^{m_c}·Σ_k e^{−m_k}/C²)/v_c of the logits less their mean."""
     classes = logits.mean.shape[-1]
     mean = logits.mean - logits.mean.mean(-1, keepdim=True)
-    variance = _spread(logits)
+    variance = logits.variance.clamp(min=0)
     if logits.covariance is not None and logits.covariance.ndim > logits.mean.ndim:
         rows = logits.covariance.mean(-1)
     else:
         rows = variance / classes
     variance = (variance - 2 * rows + rows.mean(-1, keepdim=True)).clamp(min=1e-300)
+    # in logarithms: α overflows where the network is sure
     shape = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(classes)
     if classes > 2:
         shape = torch.logaddexp(shape, shape.new_full((), math.log1p(-2 / classes)))
@@ -410,5 +351,6 @@ def _dirichlet(log_alpha: Tensor) -> Sequence[Tensor]:
 def _digamma_gap(log_a: Tensor) -> Tensor:
     """ψ(a + 1) − log a, which falls to 1/(2a) for large a."""
     a = log_a.exp()
+    # both terms grow like log a, and their difference loses its digits
     near = torch.special.digamma(a.clamp(max=1e6) + 1) - log_a
     return torch.where(a < 1e6, near, 0.5 / a)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,14 +23,12 @@ from plausible.core.model import Model
 from plausible.core.priors import Prior
 from plausible.core.serialise import Opaque
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors.base import Posterior, check_draws, record_of
 from plausible.posteriors.draws import try_network
 from plausible.posteriors.predictive import Draws
 from plausible.posteriors.pruning import unpruned, zeroed
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 DRAWS = 100
 """Draws that are taken where none are asked for."""
@@ -92,7 +90,6 @@ class Law(ABC):
         """KL(q ‖ p) in nats of the weights that `masks` keep; where there is no closed form over `samples` draws."""
 
     def status(self, name: str) -> str:  # noqa: ARG002
-        """How the weight of this name was inferred, in words."""
         return "inferred"
 
     @property
@@ -105,6 +102,7 @@ class Law(ABC):
         """Draws number first … first + count − 1, stacked."""
         like, block = self.noise, self.block
         size = len(like)
+        # whole blocks are drawn, also where part of one is asked for: draw s is the same in whatever company
         numbers = range(first // block, -(-(first + count) // block))
         drawn = [random.normals(seed, purpose, k, count=block * size, like=like) for k in numbers]
         whole = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(-1, size)
@@ -141,6 +139,7 @@ class DiagonalGaussian(Law):
 
     @functools.cached_property
     def noise(self) -> Tensor:
+        # noise in the widest type, rounded for narrower weights
         widest = max(self.means.values(), key=lambda mean: torch.finfo(mean.dtype).bits)
         return widest.new_empty(1).expand(tree.num_elements(self.means))
 
@@ -162,6 +161,7 @@ class DiagonalGaussian(Law):
         """
         wide = {name: mean.double() for name, mean in zeroed(self.means, masks).items()}
         scales = {name: scale.double() for name, scale in self.scales.items()}
+        # a scale that is nearly 0 for a point, whose contribution is then taken out again
         narrow = {n: torch.where(masks[n], s, 1e-150) if n in masks else s for n, s in scales.items()}
         closed, rest = expected_log_prior(prior, wide, narrow)
         for name in (name for name in masks if name not in rest):  # what the points at 0 added
@@ -171,13 +171,11 @@ class DiagonalGaussian(Law):
             stream = random.generator(seed, 11)
             parts = []
             for _ in range(samples):
-                drawn = {
-                    n: wide[n] + scales[n] * torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n])
-                    for n in rest
-                }
+                normal = {n: torch.randn(wide[n].shape, generator=stream, dtype=torch.float64).to(wide[n]) for n in rest}
+                drawn = {n: wide[n] + scales[n] * noise for n, noise in normal.items()}
                 if masks:
-                    densities = {n: prior.elementwise(n, w) for n, w in drawn.items()}
-                    parts.append(torch.stack([d.sum() for d in unpruned(densities, masks).values()]).sum())
+                    densities = unpruned({n: prior.elementwise(n, w) for n, w in drawn.items()}, masks)
+                    parts.append(torch.stack([d.sum() for d in densities.values()]).sum())
                 else:
                     parts.append(prior.log_prob(drawn))
             value = value - torch.stack(parts).mean()
@@ -213,6 +211,7 @@ class FamilyLaw(Law):
                 "the class with @plausible.serialise.register and import it before loading"
             )
         like = tree.select(model.initial, model.random)
+        # a family started anew says which parameters a file must hold, and their shapes
         start = tree.to(like, "cpu")
         return cls(method.family, like, content.group("parameter", method.family(start).start(start, 1.0, random.key(0))))
 
@@ -225,8 +224,7 @@ class FamilyLaw(Law):
         return next(iter(self._noises.values())).new_empty(1).expand(tree.num_elements(self._noises))
 
     def sample(self, noise: Tensor, first: int) -> Weights:
-        drawn = [self._drawn(self.family, self.parameters, part, first + k).weights for k, part in enumerate(noise)]
-        return tree.stack(drawn)
+        return tree.stack([self._drawn(self.family, self.parameters, row, first + k).weights for k, row in enumerate(noise)])
 
     def _drawn(self, family: Family, parameters: Weights, flat: Tensor, number: int) -> Any:
         like = self._noises if family is self.family else family.noise(parameters)
@@ -238,22 +236,21 @@ class FamilyLaw(Law):
 
     @property
     def means(self) -> Weights:  # type: ignore[override]
-        """In closed form, or over 1,000 draws where the family has none."""
         return self._moments[0]
 
     @property
     def scales(self) -> Weights:  # type: ignore[override]
-        """In closed form, or over 1,000 draws where the family has none."""
         return self._moments[1]
 
     @functools.cached_property
     @torch.no_grad()
     def _moments(self) -> tuple[Weights, Weights]:
+        """In closed form, or over 1,000 draws where the family has none."""
         means, scales = self.family.means(self.parameters), self.family.scales(self.parameters)
         if means is not None and scales is not None:
             return means, scales
         totals = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.family.like.items()}
-        for number in range(MOMENT_DRAWS):
+        for number in range(MOMENT_DRAWS):  # one at a time: a thousand draws need not fit into memory
             drawn = self.draws(number, 1, 0, purpose=12)
             for name, (mean, square) in totals.items():  # Welford's recursion
                 gap = drawn[name][0] - mean
@@ -313,9 +310,8 @@ class LawPosterior(Posterior):
     @classmethod
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
         law = laws[content.settings["law"]].rebuilt(method, model, content)
-        return cls(
-            method, model, run, law, content.group("point", {**tree.select(model.initial, model.points), **model.buffers})
-        )
+        fixed = {**tree.select(model.initial, model.points), **model.buffers}
+        return cls(method, model, run, law, content.group("point", fixed))
 
     @property
     def means(self) -> Weights:
@@ -323,7 +319,6 @@ class LawPosterior(Posterior):
 
     @property
     def scales(self) -> Weights:
-        """Standard deviations of the weights, by name."""
         return self.kept(self.law.scales)
 
     @property
@@ -336,17 +331,13 @@ class LawPosterior(Posterior):
         """Of variational families: θ, by name."""
         return self.law.parameters  # type: ignore[attr-defined]
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Draws
-
     def num_draws(self, draws: int | None) -> int:
         return DRAWS if draws is None else draws
 
     def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
         source = lambda first, count: self.kept(self.law.draws(first, count, seed))  # noqa: E731
-        total, block = self.num_draws(draws), self.law.block
-        options: Any = {"fixed": self.points, "batch_size": batch_size, "block": block}
-        return Draws(*outputs_of_draws(self.model, source, total, inputs, **options))
+        options: Any = {"fixed": self.points, "batch_size": batch_size, "block": self.law.block}
+        return Draws(*outputs_of_draws(self.model, source, self.num_draws(draws), inputs, **options))
 
     def try_inputs(self, inputs: Any) -> None:
         try_network(self, inputs)
@@ -359,9 +350,6 @@ class LawPosterior(Posterior):
         """The means for one run, draws for several; with the weights and buffers that have no distribution."""
         drawn = self.weights(members) if members > 1 else {name: mean[None] for name, mean in self.means.items()}
         return drawn | {name: value.expand(members, *value.shape) for name, value in self.points.items()}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # About the law
 
     def kl(self, samples: int = 1000, seed: int = 0) -> float:
         """KL(q ‖ p) against the prior, in nats; where there is no closed form over `samples` draws."""
@@ -379,9 +367,11 @@ class LawPosterior(Posterior):
         Those are of the weights that have a scale and were not pruned. Draws are independent, so there are no chains to judge.
         """
         ratios = torch.cat([ratio.flatten() for ratio in unpruned(self.snr(), self._masks).values()]).double().cpu()
+        # weights outside of a subnetwork have no scale
         ratios = ratios[ratios.isfinite()]
         quartiles = torch.full((3,), torch.nan)
         if len(ratios):  # torch.quantile takes no more than 16 million numbers, and a hundred thousand are enough
+            # evenly thinned, so that every layer is among them
             thinned = ratios[:: -(-len(ratios) // 100_000)]
             quartiles = torch.quantile(thinned, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
         divergence = self.kl(samples=100) if self.law.kl_of_pruned or not self._masks else None

@@ -66,7 +66,6 @@ class CurvedGaussian(Law):
 
     @cached_property
     def factor(self) -> Tensor:
-        """s, as a tensor."""
         first = next(iter(self.means.values()))
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
@@ -89,6 +88,7 @@ class CurvedGaussian(Law):
 
     def log_density(self, weights: Weights) -> Tensor:
         away = {name: weights[name] - mean for name, mean in self.means.items()}
+        # Λ is a sum of structures, whose products are cheap; it is never formed
         product = self.precision_product(away)
         square = torch.stack([(away[name] * product[name]).sum() for name in away]).sum()
         return 0.5 * (self.precision_log_det - square - self.curvature.chosen * math.log(2 * math.pi))
@@ -121,13 +121,16 @@ class CurvedGaussian(Law):
         log_det = float(self.precision_log_det)
         entropy = 0.5 * self.curvature.chosen * (1 + math.log(2 * math.pi)) - 0.5 * log_det
         if all(gaussian_rule(prior, name) for name in wide):
+            # precisions of a tempered posterior are tempered too; the prior's own are meant here
             tau = {name: value.double() / self.scale for name, value in self.precision.items()}
             residuals = {name: mean - rule_centre(prior, name, mean) for name, mean in wide.items()}
             spread = sum(0.5 * (tau[n] * s.square()).sum() for n, s in scales.items())
             return float(-entropy - (gaussian_log_prior(residuals, tau, free) - spread))
         closed, rest = expected_log_prior(prior, wide, {n: s.clamp(min=1e-150) for n, s in scales.items()})
+        # what points added is taken out again: they have no density
         for name in (n for n in free if n not in rest and not bool(free[n].all())):
             closed = closed - prior.elementwise(name, wide[name])[~free[name]].sum()
+        # a prior that ties weights together needs draws of all of them at once
         if rest and any(not getattr(prior.rule(name), "independent", True) for name in rest):
             whole = zeroed(self.draws(0, samples, seed), masks)
             each = torch.func.vmap(lambda w: prior.log_prob(w))(tree.select(whole, rest))
@@ -142,10 +145,9 @@ class CurvedGaussian(Law):
         return float(-entropy - closed)
 
     def status(self, name: str) -> str:
-        words = {"diagonal": "diagonal", "dense": "full covariance", "kronecker": "Kronecker factors"}
-        words |= {"low-rank": "low rank", "subset": "subnetwork"}
+        words = {"dense": "full covariance", "kronecker": "Kronecker factors", "low-rank": "low rank", "subset": "subnetwork"}
         block = next((b for b in self.curvature.blocks if name in b.names), None)
-        return "inferred" if block is None else f"inferred, {words[block.kind]}"
+        return "inferred" if block is None else f"inferred, {words.get(block.kind, block.kind)}"
 
 
 class LaplacePosterior(LawPosterior):
@@ -178,9 +180,8 @@ class LaplacePosterior(LawPosterior):
     def content(self) -> Content:
         plain = super().content()
         evidence = None if self.evidence is None else [float(v) for v in self.evidence]
-        return replace(
-            plain, settings={**plain.settings, "predictive": self.predictive, "report": self.report, "evidence": evidence}
-        )
+        seen = {"predictive": self.predictive, "report": self.report, "evidence": evidence}
+        return replace(plain, settings={**plain.settings, **seen})
 
     @classmethod
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
@@ -213,9 +214,6 @@ class LaplacePosterior(LawPosterior):
         """Log det Λ: 0-d, in float64."""
         return self.law.precision_log_det
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Functions
-
     @property
     def linearised(self) -> bool:
         """Whether functions are those of the linearised network."""
@@ -224,8 +222,7 @@ class LaplacePosterior(LawPosterior):
     def with_predictive(self, predictive: str) -> LaplacePosterior:
         """The same Gaussian over the weights, seen by another of the predictives "linearised", "probit", "bridge" and "sampled"."""
         if predictive not in PREDICTIVES:
-            known = ", ".join(map(repr, PREDICTIVES))
-            raise ValueError(f"predictive must be one of {known}, got {predictive!r}")
+            raise ValueError(f"predictive must be one of {', '.join(map(repr, PREDICTIVES))}, got {predictive!r}")
         other = copy(self)
         other.predictive = predictive
         return other
@@ -242,6 +239,7 @@ class LaplacePosterior(LawPosterior):
         total, rows, means = self.num_draws(draws), num_rows(inputs), self.means
         at = self._linearisation(inputs)
         size = batch_size or choose_chunk(at, math.prod(self.model.output_shape), self.device)
+        # as many draws at a time as fit beside the weights; all of them are needed for each block of inputs
         step = at_once(tree.num_elements(means))
         blocks = []
         for first in range(0, total, step):
@@ -249,24 +247,17 @@ class LaplacePosterior(LawPosterior):
             blocks.append({name: drawn[name] - mean for name, mean in means.items()})
         outputs: Tensor | None = None
         for start in range(0, rows, size):
-            f, moved = self._along(at, take(inputs, slice(start, start + size)), blocks)
+            with torch.enable_grad():
+                f, parts = at(take(inputs, slice(start, start + size)), unit_columns)
             self.check_shape(f.shape[1:])
+            along = [torch.stack([projected(part, delta) for part in parts]).sum(0) for delta in blocks]  # [S, K, B] each
+            moved = torch.cat(along).transpose(1, 2)
             if outputs is None:
                 outputs = f.new_empty(total, rows, *f.shape[1:])
             outputs[:, start : start + size] = f + moved.reshape(total, *f.shape)
         assert outputs is not None
         noise = {name: self.points[name] for name in self.model.likelihood_names}
         return Draws(outputs, {name: value.expand(total, *value.shape) for name, value in noise.items()})
-
-    def _along(self, at: Linearisation, x: Any, blocks: list[Weights]) -> tuple[Tensor, Tensor]:
-        """f(x; w*) [B, *O] and J(x)δ for all δ: [S, B, O]."""
-        with torch.enable_grad():
-            f, parts = at(x, unit_columns)
-        along = []
-        for moved in blocks:
-            each = [projected(part, moved) for part in parts]  # [S, K, B]
-            along.append(torch.stack(each).sum(0).transpose(1, 2))
-        return f, torch.cat(along)
 
     def moments(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, *outputs] and covariance [N, P, P] of f(x), over the P outputs of each input.
@@ -278,26 +269,22 @@ class LaplacePosterior(LawPosterior):
     def _moments(self, inputs: Any) -> tuple[Tensor, Tensor]:
         at = self._linearisation(inputs)
         columns = math.prod(self.model.output_shape)
-        many = columns > MANY_OUTPUTS and self._final(inputs)
+        known = all(isinstance(block, Kronecker) for block in self.curvature.blocks)
+        many = columns > MANY_OUTPUTS and known and is_final(at, self.model)
         size = choose_chunk(at, 1 if many else columns, self.device)
         means, covariances = [], []
-        rows = num_rows(inputs)
-        for start in range(0, rows, size):
+        for start in range(0, num_rows(inputs), size):
             x = take(inputs, slice(start, start + size))
+            # the Jacobian of a last layer is its input, which one backward pass of zeros records
             f, parts = at(x, (lambda f: torch.zeros_like(f)[None]) if many else unit_columns)
             with torch.no_grad():
                 if many:
-                    block = self.curvature.blocks
-                    c = parts[0].columns[:, 0, 0]
-                    covariances.append(_final_variances(block, c, self.precision, self.law.factor))
+                    inner = parts[0].columns[:, 0, 0]
+                    covariances.append(_final_variances(self.curvature.blocks, inner, self.precision, self.law.factor))
                 else:
                     covariances.append(self.curvature.covariance(parts, self.precision, self.law.factor))
             means.append(f)
         return torch.cat(means), torch.cat(covariances)
-
-    def _final(self, inputs: Any) -> bool:
-        known = all(isinstance(block, Kronecker) for block in self.curvature.blocks)
-        return known and is_final(self._linearisation(inputs), self.model)
 
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""
@@ -321,9 +308,6 @@ class LaplacePosterior(LawPosterior):
             seed=seed,
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Evidence
-
     def log_marginal(self, precision: Mapping[str, Tensor] | None = None) -> Tensor:
         """Log p(D) with these precisions of a Gaussian prior (default: its own), at the same mode: 0-d, differentiable in them.
 
@@ -338,6 +322,7 @@ class LaplacePosterior(LawPosterior):
             raise ValueError(f"precision must be given for the weights {', '.join(means)}, got {', '.join(tau)}")
         residuals = {n: m - centre(self.model, n) for n, m in means.items()}
         prior = gaussian_log_prior(residuals, tau, self.law.random_elements())
+        # log of the posterior's volume: (2π)^{k/2} det Λ^{−½}
         volume = 0.5 * self.curvature.chosen * math.log(2 * math.pi) - 0.5 * self.curvature.log_det(tau, self.law.factor)
         return self.evidence.log_likelihood.to(prior) + prior + volume
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from plausible.core import weights as tree
 from plausible.core.model import Model
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors.base import Posterior, check_draws, record_of
 from plausible.posteriors.predictive import Draws
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 
 class MixturePosterior(Posterior):
@@ -29,7 +27,6 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, parts: Sequence[Posterior]) -> Self:
-        """From what a run left."""
         return cls(method, model, record_of(fitted), parts)
 
     def content(self) -> Content:

@@ -59,6 +59,7 @@ class MomentsPosterior(LawPosterior):
         inputs = self.inputs(x)
         variances = {name: scale * scale for name, scale in self.scales.items()}
         layers = chain(self.model.network, self.method_name)
+        # the points hold the buffers too
         network = Network(layers, {**self.points, **self.means}, variances, self.points)
         full, terms = getattr(self.method, "covariance", "full") == "full", getattr(self.method, "terms", 4)
         with torch.no_grad():

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -85,15 +86,10 @@ class Predictive:
         if not isinstance(outputs, Tensor) or outputs.ndim < 2 or not outputs.is_floating_point():
             got = f"{outputs.dtype} {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(f"outputs must be a floating-point tensor of shape [draws, inputs, ...], got {got}")
-        draws, inputs = outputs.shape[:2]
-        likelihood_weights = dict(weights or {})
-        result = Predictive(
-            likelihood,
-            lambda rows: Draws(outputs[:, rows], likelihood_weights),
-            num_inputs=inputs,
-            num_draws=draws,
-            output_shape=tuple(outputs.shape[2:]),
-        )
+        draws, inputs, *shape = outputs.shape
+        known = dict(weights or {})
+        source = lambda rows: Draws(outputs[:, rows], known)  # noqa: E731
+        result = Predictive(likelihood, source, num_inputs=inputs, num_draws=draws, output_shape=tuple(shape))
         result._whole = result._fetch(slice(0, inputs))
         return result
 
@@ -101,10 +97,8 @@ class Predictive:
         return self.num_inputs
 
     def __repr__(self) -> str:
-        return (
-            f"Predictive({self.likelihood}, inputs={self.num_inputs}, draws={self.num_draws}, "
-            f"outputs={list(self.output_shape)})"
-        )
+        sizes = f"inputs={self.num_inputs}, draws={self.num_draws}, outputs={list(self.output_shape)}"
+        return f"{type(self).__name__}({self.likelihood}, {sizes})"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Draws, block by block
@@ -117,9 +111,8 @@ class Predictive:
             raise ValueError(f"source gave outputs of shape {list(outputs.shape)} for {rows}, expected {list(expected)}")
         for name, weight in weights.items():
             if weight.shape[:1] != (self.num_draws,):
-                raise ValueError(
-                    f"weight {name!r} needs a leading axis of {self.num_draws} draws, got shape {list(weight.shape)}"
-                )
+                got = list(weight.shape)
+                raise ValueError(f"weight {name!r} needs a leading axis of {self.num_draws} draws, got shape {got}")
         self._dtype = self._returned(outputs)
         return Draws(outputs.detach(), weights)
 
@@ -130,6 +123,7 @@ class Predictive:
         return outputs.dtype if outputs.dtype in (torch.float32, torch.float64) else torch.float32
 
     def _draws(self, rows: slice) -> Draws:
+        # float64 is what all questions compute in
         size = 8 * self.num_draws * self.num_inputs * math.prod(self.output_shape)
         if self._whole is None and size <= self._budget:
             self._whole = self._fetch(slice(0, self.num_inputs))
@@ -162,7 +156,6 @@ class Predictive:
             yield rows, self.likelihood(outputs, weights)
 
     def _first_law(self) -> distributions.Distribution:
-        """That of the first input alone."""
         return self.likelihood(*self._draws(slice(0, min(1, self.num_inputs))))
 
     def _law_of_functions(self) -> tuple[Tensor, Tensor] | None:
@@ -183,6 +176,7 @@ class Predictive:
         for values in results:
             if not whole:
                 shapes = [(*v.shape[:axis], self.num_inputs, *v.shape[axis + 1 :]) for v in values]
+                # counts and classes keep their type
                 types = [self._dtype if v.is_floating_point() else v.dtype for v in values]
                 whole = [v.new_empty(shape, dtype=dtype) for v, shape, dtype in zip(values, shapes, types)]
             count = values[0].shape[axis]
@@ -206,6 +200,7 @@ class Predictive:
                 return p.mean(0), (p * (1 - p)).mean(0), p.var(0, correction=0), *entropies
             if kind == "binary":
                 p, q = torch.sigmoid(distribution.logits), torch.sigmoid(-distribution.logits)
+                # 1 − p loses all digits of a small q, so both are computed from the logit
                 entropy, expected = _entropy(p.mean(0), q.mean(0)), _entropy(p, q).mean(0)
                 return p.mean(0), (p * q).mean(0), p.var(0, correction=0), entropy, expected
             mean = distribution.mean
@@ -242,7 +237,7 @@ class Predictive:
     def probs(self) -> Tensor:
         """P(y = c) for classes, [N, ..., C]; P(y = 1) for binary targets, [N] or [N, L]."""
         self._need("probs", ("classes", "binary"), "use mean, std, quantile or interval")
-        return self._summary.mean
+        return self.mean
 
     @property
     def entropy(self) -> Tensor:
@@ -298,6 +293,7 @@ class Predictive:
             each = self.likelihood.log_prob(outputs, targets[rows].to(outputs.device), weights)
             if observed is not None:
                 each = torch.where(observed[rows].to(outputs.device), each, 0.0)
+            # a draw explains all outputs of an input together: the sum comes before the mixture
             each = each.flatten(2).sum(-1) if each.ndim > 2 else each
             return (each.logsumexp(0) - math.log(self.num_draws),)
 
@@ -308,6 +304,7 @@ class Predictive:
         binary = self.likelihood.kind == "binary"
 
         def logs(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001
+            # in logarithms from the start: probabilities below 1e-308 would be lost
             logits = torch.stack([-law.logits, law.logits], -1) if binary else law.logits
             each = F.logsigmoid(logits) if binary else logits.log_softmax(-1)
             return (each.logsumexp(0) - math.log(len(each)),)
@@ -333,6 +330,7 @@ class Predictive:
         levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
         if levels.ndim > 1 or not ((levels > 0) & (levels < 1)).all():
             raise ValueError(f"q must be a number or a list of numbers strictly between 0 and 1, got {q!r}")
+        # counts have steps, where a root finder would look for a crossing that is not there
         find = mixture_count_quantile if self.likelihood.kind == "counts" else mixture_quantile
 
         def invert(rows: slice, law: Any) -> Sequence[Tensor]:  # noqa: ARG001
@@ -366,19 +364,20 @@ class Predictive:
             picks = torch.randint(self.num_draws, (n,)).to(device)  # before the noise, from the same stream
             return self._collect(draw, axis=1, draws=n + self.num_draws)[0]
 
-    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Predictive:
+    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Self:
         """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
-        result = Predictive(
-            Scaled(self.likelihood, loc, scale),
-            self._source,
-            num_inputs=self.num_inputs,
-            num_draws=self.num_draws,
-            output_shape=self.output_shape,
-            budget_bytes=self._budget,
-        )
-        if self._whole is not None:
-            result._whole, result._dtype = self._whole, result._returned(self._whole.outputs)
+        result = copy(self)  # draws or moments that are there already serve both; summaries are those of y
+        for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
+            del vars(result)[name]
+        result.likelihood = Scaled(self.likelihood, loc, scale)
+        if (held := self._held) is not None:
+            result._dtype = result._returned(held)
         return result
+
+    @property
+    def _held(self) -> Tensor | None:
+        """Outputs that were computed and kept."""
+        return None if self._whole is None else self._whole.outputs
 
     def _targets(self, y: Any) -> Tensor:
         targets = as_tensor(y, "y")

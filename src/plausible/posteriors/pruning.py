@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Criterion = Literal["snr", "magnitude", "log_alpha"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-Moments = tuple[Weights, Weights | None]
+NetworkMoments = tuple[Weights, Weights | None]
 AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 
@@ -44,13 +44,11 @@ def prune(
 ) -> AnyPosterior:
     """w_i = 0 in every draw for the weights that come last by `by`: a posterior of the same kind, with `masks`.
 
-    fraction: the share of weights that are 0 afterwards, from 0 to 1; ties go in the order of the weights. Weights that were
-        pruned earlier count, so that pruning ½ and then ¾ is pruning ¾.
-    threshold: instead of a fraction, prune all with snr or magnitude below it, or log_alpha above it. SNR is a ratio here:
-        d decibels are `10 ** (d / 20)`.
+    fraction: the share of weights that are 0 afterwards, those that were pruned earlier among them.
+    threshold: prune all with snr or magnitude below it, or log_alpha above it; d decibels are 10 ** (d / 20).
     by: "snr", "magnitude" or "log_alpha".
-    where: the weights to choose from: None those of two axes or more (matrices and kernels, as Blundell et al. count them; no
-        biases, no norms), "all", patterns of names, or a predicate of the name. The likelihood's own weights are never pruned.
+    where: the weights to choose from: None those of two axes or more (as Blundell et al. count them), "all", patterns of names,
+        or a predicate of the name. The likelihood's own weights are never pruned.
     per_layer: the fraction holds in each weight tensor, and not only over all of them.
 
     Means and scales are those of the posterior; of stored draws, the mean and standard deviation over the draws of a chain. Each
@@ -58,17 +56,20 @@ def prune(
     """
     rule = _Rule(fraction, threshold, by, per_layer)
     if posterior.parts:
-        pruned = copy.copy(posterior)
-        pruned.parts = [
-            prune(p, fraction, threshold=threshold, by=by, where=where, per_layer=per_layer) for p in posterior.parts
-        ]
+        pruned, settings = copy.copy(posterior), {"by": by, "where": where, "per_layer": per_layer}
+        pruned.parts = [prune(part, fraction, threshold=threshold, **settings) for part in posterior.parts]  # type: ignore[arg-type]
         pruned.log_evidence = None
         return pruned
     networks = posterior.networks()
     names = choose_weights(posterior, where)
     old = tree.to(posterior.masks, "cpu")
     before = [old] if len(networks) == 1 else [tree.index(old, k) for k in range(len(networks))]
-    masks = [rule.masks(*_ranked(moments, names, by), earlier) for moments, earlier in zip(networks, before)]
+    masks = []
+    for moments, earlier in zip(networks, before):
+        values = _scores(moments, names, by)
+        # log α of mean 0 is infinite and cannot be ranked below all: its order is that of the ratio
+        order = _scores(moments, names, "snr") if by == "log_alpha" else values
+        masks.append(rule.masks(values, order, earlier))
     return posterior.masked(tree.to(masks[0] if len(masks) == 1 else tree.stack(masks), posterior.device))
 
 
@@ -99,7 +100,7 @@ def unpruned(values: Weights, masks: Weights) -> Weights:
     return {name: value[masks[name]] if name in masks else value for name, value in values.items()}
 
 
-def _of_each(posterior: Posterior, function: Callable[[Moments], Weights]) -> Weights:
+def _of_each(posterior: Posterior, function: Callable[[NetworkMoments], Weights]) -> Weights:
     """What the means and scales of each network give, stacked as its masks are."""
     if posterior.parts:
         return tree.stack([_of_each(part, function) for part in posterior.parts])
@@ -141,6 +142,7 @@ class _Rule:
             worse = torch.gt if self.by == "log_alpha" else torch.lt
             left = {name: kept[name] & ~worse(value, self.threshold) for name, value in values.items()}
         else:
+            # what was pruned before goes first, so that fractions count from the whole
             ranks = {name: torch.where(kept[name], value, -1.0) for name, value in order.items()}
             groups = [{name: rank} for name, rank in ranks.items()] if self.per_layer else [ranks]
             left = {name: kept[name] & mask for group in groups for name, mask in self._best(group).items()}
@@ -155,7 +157,7 @@ class _Rule:
         return tree.unflatten(mask, ranks)
 
 
-def _scores(moments: Moments, names: Iterable[str], by: Criterion) -> Weights:
+def _scores(moments: NetworkMoments, names: Iterable[str], by: Criterion) -> Weights:
     """The criterion of one network's weights."""
     means, scales = moments
     if scales is None and by != "magnitude":
@@ -175,15 +177,10 @@ def _scores(moments: Moments, names: Iterable[str], by: Criterion) -> Weights:
         scale = scales[name].detach().cpu().double()
         if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
             raise ValueError(f"the scale of weight {name!r} contains NaN, infinity or negative numbers: it cannot be ranked")
+        # 0/0 for a weight that was pruned: it has no signal
         ratio = torch.where(mean == 0, 0.0, mean.abs() / scale)
         values[name] = ratio if by == "snr" else -2 * ratio.log()
     return values
-
-
-def _ranked(moments: Moments, names: Sequence[str], by: Criterion) -> tuple[Weights, Weights]:
-    """The criterion, and numbers of at least 0 in whose order weights go."""
-    values = _scores(moments, names, by)
-    return values, _scores(moments, names, "snr") if by == "log_alpha" else values
 
 
 def choose_weights(posterior: Posterior, where: Where) -> tuple[str, ...]:

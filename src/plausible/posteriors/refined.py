@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,14 +13,12 @@ from torch import Tensor
 from plausible.blocks.refinement import Guess, Slopes, refined_group
 from plausible.core import weights as tree
 from plausible.core.model import Model
-from plausible.core.storage import DrawStore, MemoryDraws
+from plausible.core.storage import MemoryDraws
 from plausible.core.weights import Weights
+from plausible.engine.method import Fitted
 from plausible.posteriors.base import data_for, record_of
 from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.saving import Content
-
-if TYPE_CHECKING:
-    from plausible.engine import Fitted
 
 log = logging.getLogger("plausible")
 
@@ -37,17 +35,8 @@ class RefinedPosterior(DrawsPosterior):
 
     kind = "refined"
 
-    def __init__(
-        self,
-        method: Any,
-        model: Model,
-        run: Mapping[str, Any],
-        store: DrawStore,
-        guess: Guess,
-        log_weights: Tensor | None = None,
-    ):
-        super().__init__(method, model, run, store)
-        self.guess, self.log_weights = guess, log_weights
+    guess: Guess
+    log_weights: Tensor | None = None
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:  # noqa: ARG003
@@ -59,7 +48,8 @@ class RefinedPosterior(DrawsPosterior):
         drawn, log_weights = _finite({name: left[name] for name in names}, left[LOG_WEIGHTS].cpu(), model.random)
         whole = bool(left[WHOLE])
         drawn = {name: value.contiguous() for name, value in drawn.items()}
-        posterior = cls(method, model, record_of(fitted), MemoryDraws(drawn), guess, log_weights if whole else None)
+        posterior = cls(method, model, record_of(fitted), MemoryDraws(drawn))
+        posterior.guess, posterior.log_weights = guess, log_weights if whole else None
         if whole:
             fixed = {name: left[name][0] for name in model.points}
             posterior.log_evidence = _log_mean(log_weights) - _log_prior_of_points(model, fixed)
@@ -75,6 +65,7 @@ class RefinedPosterior(DrawsPosterior):
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples must be a whole number of at least 1, got {samples!r}")
         model = self.model
+        # points and buffers are the same in every draw
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
         slopes = Slopes(model, fixed, data_for(model, data), whole=True)
@@ -102,15 +93,15 @@ class RefinedPosterior(DrawsPosterior):
     def rebuilt(cls, method: Any, model: Model, run: Mapping[str, Any], content: Content) -> Self:
         like, sampler = tree.select(model.initial, model.random), content.settings["guess"]
         numbers = float(sampler["step_size"]), int(sampler["refinements"]), int(sampler["leapfrog"])
-        guess = Guess(content.group("mean", like), content.group("scale", like), *numbers)
-        return cls(method, model, run, content.stored, guess, content.tensors.get("log_weights", {}).get(""))
+        posterior = super().rebuilt(method, model, run, content)
+        posterior.guess = Guess(content.group("mean", like), content.group("scale", like), *numbers)
+        posterior.log_weights = content.tensors.get("log_weights", {}).get("")
+        return posterior
 
 
 def _finite(drawn: Weights, weights: Tensor, random: Iterable[str]) -> tuple[Weights, Tensor]:
-    good = (
-        torch.stack([value.reshape(len(value), -1).isfinite().all(1) for value in (drawn[n] for n in random)]).all(0).cpu()
-        & ~weights.isnan()
-    )
+    each = [drawn[name].reshape(len(weights), -1).isfinite().all(1) for name in random]
+    good = torch.stack(each).all(0).cpu() & ~weights.isnan()
     if bool(good.all()):
         return drawn, weights
     if not bool(good.any()):

@@ -33,6 +33,7 @@ from plausible.core.networks import private_copy
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, index, num_bytes
+from plausible.engine.checkpoint import plain
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
@@ -74,9 +75,8 @@ class Content:
         tensors = self.tensors.get(name, {})
         for key, value in like.items():
             if key not in tensors or tensors[key].shape != value.shape:
-                raise ValueError(
-                    f"tensors.safetensors does not fit posterior.json: {name} of {key!r} is missing or has another shape"
-                )
+                problem = f"{name} of {key!r} is missing or has another shape"
+                raise ValueError(f"tensors.safetensors does not fit posterior.json: {problem}")
         return {key: tensors[key] for key in like}
 
 
@@ -102,7 +102,7 @@ def example_of(model: Model) -> Tensor:
 
 
 def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a posterior to a new folder: into a temporary sibling first, renamed when it is whole.
+    """Write a folder of safetensors and JSON: no pickle, and into a temporary sibling first, which is renamed when it is whole.
 
     `overwrite=True` puts the new folder in the place of an older posterior's, and of nothing else.
     """
@@ -132,6 +132,7 @@ def _put(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
         return
     old = storage.beside(target)
+    # a folder cannot be renamed onto another that is not empty
     os.rename(target, old)
     try:
         os.rename(temporary, target)
@@ -166,7 +167,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
         "random": list(model.random),
         "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
-        **_plain(_write_content(posterior, folder)),
+        **plain(_write_content(posterior, folder)),
     }
 
 
@@ -174,6 +175,11 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
     """Write what a posterior consists of, and the masks of a pruned one; returns what the JSON says of it."""
     content = posterior.content()
     groups = {f"{group}.{name}": value for group, named in content.tensors.items() for name, value in named.items()}
+    writer = DrawWriter(folder)  # in shards of bounded size
+    for shard in () if content.draws is None else content.draws.shards():
+        for i in range(len(next(iter(shard.values())))):
+            writer.add(index(shard, i))
+    writer.flush()
     parts = []
     for k, part in enumerate(content.parts):
         inner = folder / f"part-{k:03d}"
@@ -186,13 +192,12 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "settings": dict(content.settings),
         "tensors_sha256": storage.write_tensors(folder / "tensors.safetensors", groups) if groups else None,
         "masks_sha256": storage.write_tensors(folder / "masks.safetensors", posterior._masks) if posterior._masks else None,
-        "draws": None if content.draws is None else _write_draws(folder, content.draws),
+        "draws": writer.files if content.draws is not None else None,
         "parts": parts,
     }
 
 
 def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: Model) -> Posterior:
-    """The inverse of `_write_content`."""
     device = example_of(model).device
     tensors: dict[str, Weights] = {}
     if stored["tensors_sha256"] is not None:
@@ -221,17 +226,6 @@ def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: M
     return posterior
 
 
-def _plain(value: Any) -> Any:
-    """JSON without NaN or infinity."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
-        return str(value)
-    return value
-
-
 def load(
     path: str | Path,
     network: nn.Module,
@@ -253,6 +247,7 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
+    # kinds register themselves when their file is imported
     if not _kinds(content) <= set(kinds):
         for discover in serialise.discoveries:  # methods bring the kinds of their posteriors
             discover()
@@ -262,10 +257,8 @@ def load(
     try:
         _refuse_mismatch(private, content)
         if content["output"] is not None and output is None:
-            raise ValueError(
-                f"this posterior was fitted with output={content['output']}, which is code and not in the file: "
-                "pass output= again"
-            )
+            code = f"output={content['output']}, which is code and not in the file"
+            raise ValueError(f"this posterior was fitted with {code}: pass output= again")
         return _read(folder, content, private, output, likelihood, rules)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
@@ -292,6 +285,7 @@ def _read(
     for name, value in fixed.items():
         holders[name].data = value.to(device)
     dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
+    # starting weights are no part of a posterior: zeros say names, shapes and types
     initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
     output_shape = tuple(content["output_shape"])
     if not all(isinstance(size, int) for size in output_shape):
@@ -300,10 +294,8 @@ def _read(
     noise = chosen.initial_weights(output_shape, dtype=torch.float32, device=device)
     stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
     if {name: list(value.shape) for name, value in noise.items()} != stored:
-        raise ValueError(
-            f"likelihood={chosen!r} does not fit the saved posterior: its weights are {sorted(noise)}, saved were "
-            f"{sorted(stored)}"
-        )
+        weights = f"its weights are {sorted(noise)}, saved were {sorted(stored)}"
+        raise ValueError(f"likelihood={chosen!r} does not fit the saved posterior: {weights}")
     model = Model(
         network,
         chosen,
@@ -318,7 +310,12 @@ def _read(
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],
     )
-    return _read_content(folder, content, _method(content["method"]), model)
+    stored_method = content["method"]
+    if _has_opaque(stored_method):  # it, or one inside it, is the user's own code: the name is all there is
+        method: Any = serialise.Opaque(str(stored_method.get("opaque") or stored_method.get("type")))
+    else:
+        method = serialise.decode(stored_method)
+    return _read_content(folder, content, method, model)
 
 
 def _has_opaque(stored: Any) -> bool:
@@ -340,13 +337,6 @@ def _decoded(stored: Any, given: Any, name: str, expected: type) -> Any:
     return serialise.decode(stored, expect=expected)
 
 
-def _method(stored: Any) -> Any:
-    """The method and its settings; the name alone where the method, or one inside it, is the user's own code."""
-    if _has_opaque(stored):
-        return serialise.Opaque(str(stored.get("opaque") or stored.get("type")))
-    return serialise.decode(stored)
-
-
 def _require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], where: Path) -> None:
     for name, shape in expected.items():
         if name not in tensors or list(tensors[name].shape) != list(shape):
@@ -356,12 +346,8 @@ def _require_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequen
 
 def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
     """Compare names and shapes with the given module and name the first difference."""
-    stored = {
-        n: tuple(s)
-        for part in ("weights", "fixed", "buffers")
-        for n, s in content[part].items()
-        if not n.startswith("likelihood.")
-    }
+    shapes = {**content["weights"], **content["fixed"], **content["buffers"]}
+    stored = {name: tuple(shape) for name, shape in shapes.items() if not name.startswith("likelihood.")}
     given = {n: tuple(v.shape) for n, v in [*network.named_parameters(), *network.named_buffers()]}
     for name, shape in stored.items():
         if name not in given:
@@ -373,16 +359,6 @@ def _refuse_mismatch(network: nn.Module, content: Mapping[str, Any]) -> None:
             raise ValueError(f"network does not fit the saved posterior: its {name!r} was not in the network that was fitted")
 
 
-def _write_draws(folder: Path, store: DrawStore) -> list[dict[str, Any]]:
-    """Write a store's draws into shard files of bounded size."""
-    writer = DrawWriter(folder)
-    for shard in store.shards():
-        for i in range(len(next(iter(shard.values())))):
-            writer.add(index(shard, i))
-    writer.flush()
-    return writer.files
-
-
 def _read_draws(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model) -> DrawStore:
     """Check every shard; small stores are read into memory, large ones stay on disk."""
     expected = {name: list(value.shape) for name, value in [*model.initial.items(), *model.buffers.items()]}
@@ -392,6 +368,7 @@ def _read_draws(folder: Path, shards: Sequence[Mapping[str, Any]], model: Model)
     for part, shard in zip(disk.shards(), shards):
         _require_shapes(index(part, 0), expected, folder / shard["file"])
         total += num_bytes(part)
+        # every shard is read, for its checksum; large stores are let go again
         parts = [*parts, part] if total <= IN_MEMORY else []
     if not total:
         raise ValueError(f"{str(folder)!r} is damaged: it holds no draws")

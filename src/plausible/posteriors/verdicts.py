@@ -41,9 +41,11 @@ def judged(numbers: Numbers, weights: Numbers | None = None, *, functions: bool 
 
     Agreement first, then what else is to be said, the worst first. Empty where there are too few draws to say anything.
     """
+    # of weights that disagree, few effective draws say the same thing twice
     skipped = sizes if _apart(numbers) and not functions else None
-    rest = [said for rule in RULES if rule is not skipped for said in rule(numbers)]
-    return [*agreement(numbers, weights, functions), *sorted(rest, key=lambda verdict: ORDER[verdict.tone])]
+    rest = [said for rule in RULES if rule is not skipped and (said := rule(numbers)) is not None]
+    first = agreement(numbers, weights, functions)
+    return [*([] if first is None else [first]), *sorted(rest, key=lambda verdict: ORDER[verdict.tone])]
 
 
 def verdict(posterior: Any, x: Any = None) -> str:
@@ -66,38 +68,31 @@ def text(said: list[Verdict]) -> str:
     return "\n".join(" ".join(part for part in (one.headline, one.detail, one.advice) if part) for one in said)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def agreement(numbers: Numbers, weights: Numbers | None = None, functions: bool = True) -> list[Verdict]:
+def agreement(numbers: Numbers, weights: Numbers | None = None, functions: bool = True) -> Verdict | None:
     """Whether chains agree, by R̂: on functions, which is what predictions need, and on weights."""
     rhat, count = numbers.get("rhat"), numbers.get("chains") or 1
     if rhat is None:
-        return []
+        return None
     who = "The chains disagree" if count > 1 else "The chain has not settled: its first and second half disagree"
     value = number(float(rhat)) if math.isfinite(rhat) else "not finite"
     if not functions:
-        return [_of_weights(float(rhat), value, count, who)]
+        return _of_weights(float(rhat), value, count, who)
     if not rhat <= RHAT_BAD:
-        return [Verdict("bad", f"{who}: the worst R̂ is {value}.", f"Above {RHAT_BAD} is a clear failure.", _longer(numbers))]
+        return Verdict("bad", f"{who}: the worst R̂ is {value}.", f"Above {RHAT_BAD} is a clear failure.", _longer(numbers))
     if rhat > RHAT:
-        return [
-            Verdict("unclear", f"{who} a little: the worst R̂ is {rhat:.3f}.", f"Above {RHAT} look twice.", _longer(numbers))
-        ]
+        return Verdict("unclear", f"{who} a little: the worst R̂ is {rhat:.3f}.", f"Above {RHAT} look twice.", _longer(numbers))
     worth = _worth(numbers)
     detail = f"{worth[:1].upper()}{worth[1:]}." if worth else ""
     apart = weights.get("rhat") if weights else None
     if apart is not None and not apart <= RHAT_BAD and count > 1:
         many = f"R̂ {number(float(apart))}" if math.isfinite(apart) else "R̂ not finite"
-        return [
-            Verdict(
-                "good",
-                f"The chains agree on functions: the worst R̂ of f(x) is {rhat:.3f}.",
-                f"{detail} Weights do not agree between chains ({many}): hidden units are permuted, or trade places in other ways "
-                "that f(x) does not see. That is fine for predictions; do not read single weights.".strip(),
-            )
-        ]
-    return [Verdict("good", f"The chains agree: the worst R̂ is {rhat:.3f}.", detail)]
+        return Verdict(
+            "good",
+            f"The chains agree on functions: the worst R̂ of f(x) is {rhat:.3f}.",
+            f"{detail} Weights do not agree between chains ({many}): hidden units are permuted, or trade places in other ways "
+            "that f(x) does not see. That is fine for predictions; do not read single weights.".strip(),
+        )
+    return Verdict("good", f"The chains agree: the worst R̂ is {rhat:.3f}.", detail)
 
 
 def _of_weights(rhat: float, value: str, count: int, who: str) -> Verdict:
@@ -142,15 +137,16 @@ def _worth(numbers: Numbers) -> str:
     return words + (f"; means are known to {percent(error, 1)} of a posterior standard deviation" if error else "")
 
 
-def sizes(numbers: Numbers) -> list[Verdict]:
+def sizes(numbers: Numbers) -> Verdict | None:
     """Whether there are enough independent draws."""
     size, count, draws = _effective(numbers), numbers.get("chains") or 1, numbers.get("draws")
     if size is None or size >= ESS * count:
-        return []
+        return None
     advice = "Run longer, or thin less."
     if _apart(numbers):
         advice = "Chains that disagree have few: see to that first."
     elif "acceptance" in numbers and draws and size > 0:
+        # effective draws grow with the length of the chains, rounded up to hundreds
         more = math.ceil((ESS * count / size - 1) * draws / count / 100) * 100
         slow = "; so many say that the sampler moves slowly: warm up longer, or try another metric"
         advice = (
@@ -159,21 +155,19 @@ def sizes(numbers: Numbers) -> list[Verdict]:
         )
     error = _number(numbers, "mcse")
     only = f"; means are known to {percent(error)} of a posterior standard deviation only" if error else ""
-    return [
-        Verdict(
-            "unclear",
-            f"There are few independent draws: {size:.0f} of {f'{draws:,}' if draws else 'all'} in effect.",
-            f"About {ESS} for each chain make means and 90 % intervals stable{only}.",
-            advice,
-        )
-    ]
+    return Verdict(
+        "unclear",
+        f"There are few independent draws: {size:.0f} of {f'{draws:,}' if draws else 'all'} in effect.",
+        f"About {ESS} for each chain make means and 90 % intervals stable{only}.",
+        advice,
+    )
 
 
-def divergences(numbers: Numbers) -> list[Verdict]:
+def divergences(numbers: Numbers) -> Verdict | None:
     """Transitions whose trajectory left the level of its energy."""
     count = int(numbers.get("divergences") or 0)
     if not count:
-        return []
+        return None
     target, every = _number(numbers, "target_acceptance"), numbers.get("transitions") or numbers.get("draws")
     every = every if "acceptance" in numbers else None
     advice = "Lower the step size: the sampler leaves out parts of the posterior that are narrow."
@@ -183,104 +177,96 @@ def divergences(numbers: Numbers) -> list[Verdict]:
             "left, change the posterior: standardise inputs and targets, fix a learned noise, or sample the scales of priors apart."
         )
     if not every:
-        return [Verdict("bad", f"{plural(count, 'transition')} diverged.", "", advice)]
-    return [
-        Verdict(
-            "bad" if count >= FEW * every else "unclear",
-            f"{plural(count, 'transition')} of {every:,} ({percent(count / every, 1)}) diverged.",
-            "Steps were too long for narrow parts of the posterior, which may be missing from the draws.",
-            advice,
-        )
-    ]
+        return Verdict("bad", f"{plural(count, 'transition')} diverged.", "", advice)
+    return Verdict(
+        "bad" if count >= FEW * every else "unclear",
+        f"{plural(count, 'transition')} of {every:,} ({percent(count / every, 1)}) diverged.",
+        "Steps were too long for narrow parts of the posterior, which may be missing from the draws.",
+        advice,
+    )
 
 
-def energy(numbers: Numbers) -> list[Verdict]:
+def energy(numbers: Numbers) -> Verdict | None:
     """E-BFMI: whether momenta move chains along the energies of the posterior."""
     value = _number(numbers, "ebfmi")
     if value is None or value >= EBFMI:
-        return []
-    return [
-        Verdict(
-            "unclear",
-            f"Energies are explored slowly: the smallest E-BFMI is {number(value, 2)}.",
-            f"Below {EBFMI} chains are slow to reach the tails of the posterior, and intervals may be narrow.",
-            "Warm up longer; use priors with lighter tails, or sample scales of priors apart from the weights.",
-        )
-    ]
+        return None
+    return Verdict(
+        "unclear",
+        f"Energies are explored slowly: the smallest E-BFMI is {number(value, 2)}.",
+        f"Below {EBFMI} chains are slow to reach the tails of the posterior, and intervals may be narrow.",
+        "Warm up longer; use priors with lighter tails, or sample scales of priors apart from the weights.",
+    )
 
 
-def saturation(numbers: Numbers) -> list[Verdict]:
+def saturation(numbers: Numbers) -> Verdict | None:
     """Trajectories cut short at the greatest depth of the tree."""
     share, depth = _number(numbers, "saturated"), numbers.get("max_depth")
     if share is None or share <= SATURATED or depth is None:
-        return []
-    return [
-        Verdict(
-            "unclear",
-            f"{percent(share)} of the trajectories were cut at max_depth {depth} ({2 ** int(depth) - 1:,} leapfrogs).",
-            "Draws are right, but closer to one another than they need be.",
-            "Masses that fit the posterior make trajectories shorter: warm up longer, or metric='dense' or 'lowrank'; or raise "
-            "max_depth.",
-        )
-    ]
+        return None
+    return Verdict(
+        "unclear",
+        f"{percent(share)} of the trajectories were cut at max_depth {depth} ({2 ** int(depth) - 1:,} leapfrogs).",
+        "Draws are right, but closer to one another than they need be.",
+        "Masses that fit the posterior make trajectories shorter: warm up longer, or metric='dense' or 'lowrank'; or raise "
+        "max_depth.",
+    )
 
 
-def acceptance(numbers: Numbers) -> list[Verdict]:
+def acceptance(numbers: Numbers) -> Verdict | None:
     """Acceptance far from what the step size was tuned for."""
     value, target = _number(numbers, "acceptance"), _number(numbers, "target_acceptance")
     if value is None or target is None:
-        return []
+        return None
     aimed = f"{percent(value)} of the proposals were accepted where {percent(target)} were aimed at"
     if value < 0.6 * target:
         why = "Steps are too long: chains stand still for long."
-        advice = "Warm up longer, so that the step size is numbers, or give a smaller step_size."
-        return [Verdict("unclear", f"Only {aimed}.", why, advice)]
+        advice = "Warm up longer, so that the step size is found, or give a smaller step_size."
+        return Verdict("unclear", f"Only {aimed}.", why, advice)
     if value > 1 - (1 - target) / 4:
         short = "Steps are shorter than they need be, which costs time and nothing else; a longer warm-up may find longer ones."
-        return [Verdict("plain", f"{aimed}.", short)]
-    return []
+        return Verdict("plain", f"{aimed}.", short)
+    return None
 
 
-def stuck(numbers: Numbers) -> list[Verdict]:
+def stuck(numbers: Numbers) -> Verdict | None:
     """A chain that hardly ever moves."""
     least, mean = _number(numbers, "acceptance_least"), _number(numbers, "acceptance")
     if least is None or mean is None or least >= 0.25 * mean or (numbers.get("chains") or 1) < 2:
-        return []
+        return None
     rest = f"it accepts {percent(least, 1)} of its proposals, all together {percent(mean)}"
     advice = "Warm up longer, or start the chains elsewhere (init='prior', or init= an earlier fit)."
-    return [Verdict("bad", f"One chain hardly moves: {rest}.", "Its draws repeat a few points.", advice)]
+    return Verdict("bad", f"One chain hardly moves: {rest}.", "Its draws repeat a few points.", advice)
 
 
-def annealing(numbers: Numbers) -> list[Verdict]:
+def annealing(numbers: Numbers) -> Verdict | None:
     """Particles of an annealing run: how many they are worth, and how well the evidence is known."""
     effective, value, error = (_number(numbers, name) for name in ("effective", "log_evidence", "log_evidence_error"))
     if effective is None or value is None or error is None:
-        return []
+        return None
     worth = f"{plural(numbers.get('draws') or 0, 'particle')} are worth {effective:,.0f} independent ones at least"
     known = f"the log evidence is {number(value, 4)} ± {number(error, 2)}"
     advice = "Take more particles, smaller steps between temperatures, or more moves at each."
     if error >= 1:
-        return [Verdict("bad", f"The evidence is not known: {known}.", f"{worth}.", advice)]
-    return [
+        return Verdict("bad", f"The evidence is not known: {known}.", f"{worth}.", advice)
+    return (
         Verdict("good", f"{worth}; {known}.") if effective >= ESS else Verdict("unclear", f"Only {worth}; {known}.", "", advice)
-    ]
+    )
 
 
-def exchanges(numbers: Numbers) -> list[Verdict]:
+def exchanges(numbers: Numbers) -> Verdict | None:
     """Replicas at powers of the likelihood: whether they travel."""
     rates, trips = numbers.get("swap_rates"), numbers.get("round_trips")
     if not rates or trips is None:
-        return []
+        return None
     least, total = min(map(float, rates)), sum(map(int, trips))
     said = f"{plural(total, 'round trip')} to the hottest power and back; neighbours exchange {percent(least)} of the time at least"
     if total and least >= 0.1:
-        return [Verdict("good", f"Replicas travel: {said}.")]
+        return Verdict("good", f"Replicas travel: {said}.")
     why = "Chains can then not hop between modes."
-    return [
-        Verdict(
-            "unclear", f"Replicas hardly travel: {said}.", why, "Use more temperatures, about twice the barrier, and draw more."
-        )
-    ]
+    return Verdict(
+        "unclear", f"Replicas hardly travel: {said}.", why, "Use more temperatures, about twice the barrier, and draw more."
+    )
 
 
 def _apart(numbers: Numbers) -> bool:

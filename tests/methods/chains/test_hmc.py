@@ -167,9 +167,9 @@ def test_bad_settings(settings: dict[str, Any], word: str) -> None:
 
 
 def test_a_wrong_acceptance_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plausible.methods.chains import hmc
+    from plausible.methods.chains import base
 
-    right = hmc.chosen
-    monkeypatch.setattr(hmc, "chosen", lambda state, end, gain, level: right(state, end, -gain, level))
+    right = base.taken
+    monkeypatch.setattr(base, "taken", lambda state, end, accept: right(state, end, ~accept))
     with pytest.raises((testing.ConformanceError, pl.DivergenceError)):
         testing.check_exact_posterior(pl.HMC(draws=100, chains=16, warmup=0, leapfrogs=3, step_size=0.2, adapt=False))

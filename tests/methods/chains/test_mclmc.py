@@ -10,8 +10,7 @@ import torch
 import plausible as pl
 from plausible.blocks.chains.density import FunctionDensity, run
 from plausible.core import random
-from plausible.methods.chains.mclmc import MCLMC
-from plausible.methods.chains.microcanonical import turned, unit
+from plausible.methods.chains.microcanonical import MCLMC, turned, unit
 from tests.helpers.kernel_laws import gaussian, require_invariance, require_moments, skewed
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import plausible as pl
 from plausible.engine import loop, running
-from plausible.methods.ensembles.stacking import Stacked
+from plausible.methods.ensembles.ensemble import Stacked
 
 MODE = pl.MAP(epochs=80, batch_size=None, lr=0.05)
 SMALL = pl.MILE(draws=5, chains=3, warmup=20, thin=2, mode=MODE)

@@ -125,7 +125,7 @@ class Findings:
         import torch
 
         from plausible.core.storage import write_json, write_tensors
-        from plausible.posteriors.saving import _plain
+        from plausible.engine.checkpoint import plain
 
         named: dict[str, np.ndarray] = {f"traces/{name}": array for name, array in self.traces.items()}
         for index, output in enumerate(self.outputs):
@@ -136,7 +136,7 @@ class Findings:
         outputs = [{k: v for k, v in vars(output).items() if k not in ("arrays", "band")} for output in self.outputs]
         content = {"format": FORMAT} | {k: v for k, v in vars(self).items() if k != "traces"} | {"outputs": outputs}
         content["tensors_sha256"] = write_tensors(folder / TENSORS, tensors)
-        write_json(folder / RECORD, _plain(content))
+        write_json(folder / RECORD, plain(content))
 
     @classmethod
     def read(cls, folder: Path) -> Findings:

@@ -27,7 +27,7 @@ from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import read_json, write_json
 from plausible.engine import Checkpoint
 from plausible.engine.method import Method
-from plausible.engine.monitoring import Monitor
+from plausible.engine.watching import Monitor
 from plausible.fitting import fit
 from plausible.methods import create
 from plausible.methods.points.map import MAP

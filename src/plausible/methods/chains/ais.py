@@ -15,7 +15,7 @@ from plausible.core import random
 from plausible.core.serialise import register
 from plausible.engine.method import Run
 from plausible.methods.chains.annealed import Annealed
-from plausible.methods.chains.base import check_count
+from plausible.methods.chains.base import check_counts
 
 
 @register
@@ -25,10 +25,10 @@ class AnnealedImportance(Annealed):
 
     Annealed importance sampling: independent paths over many small steps from prior to posterior, never resampled on the way.
 
-    There are `temperatures` powers of the likelihood, spaced by `spacing` ("power": (k/K)⁵; "sigmoid"; "geometric"), and `moves`
+    `temperatures` powers of the likelihood, spaced by `spacing` ("power": (k/K)⁵; "sigmoid"; "geometric"), with `moves`
     Hamiltonian moves at each. A path's weight corrects for what its moves did not mix, so that exp(log_evidence) is unbiased
-    however few they are. The posterior has `particles` draws, resampled once by the weights. See `Annealed` for moves and pilots.
-    Cost: temperatures × (1 + moves × leapfrogs) gradients of all particles and pilots on all data.
+    however few they are. Draws are resampled once, by the weights. Cost: temperatures × (1 + moves × leapfrogs) gradients of
+    all particles and pilots.
     """
 
     particles: int = 256
@@ -41,7 +41,7 @@ class AnnealedImportance(Annealed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("AnnealedImportance", "temperatures", self.temperatures, 1)
+        check_counts(self, temperatures=1)
         if self.spacing not in SPACINGS:
             raise ValueError(
                 f"AnnealedImportance: spacing must be one of {', '.join(map(repr, SPACINGS))}, got {self.spacing!r}"
@@ -49,15 +49,12 @@ class AnnealedImportance(Annealed):
 
     @property
     def longest(self) -> int:
-        """`temperatures`."""
         return self.temperatures
 
     def next_beta(self, beta: float, count: int, log_likelihood: Tensor) -> float:
-        """The next of the ladder."""
         return float(ladder(self.temperatures, self.spacing)[count + 1])
 
     def resamples(self, share: float, beta: float) -> bool:
-        """Never."""
         return False
 
     def upper_bound(self, posterior: Any, seed: int = 0) -> tuple[float, float]:
@@ -68,6 +65,7 @@ class AnnealedImportance(Annealed):
         holds as far as the draws follow the posterior. `posterior` is that of chains, with the data they were fitted to and
         `particles` + `pilots` draws at least; the standard error takes them for independent. Cost: that of a fit by this method.
         """
+        # the bound is on the evidence of the data that the draws were fitted to, and of no others
         data = getattr(posterior, "data", None)
         if data is None:
             raise ValueError(
@@ -84,7 +82,7 @@ class AnnealedImportance(Annealed):
 
     @classmethod
     def conforming(cls) -> AnnealedImportance:
-        """Weights that are nearly equal."""
+        # Weights that are nearly equal
         return cls(particles=800, pilots=100, temperatures=60)
 
 
@@ -93,21 +91,22 @@ def descend(method: AnnealedImportance, target: Density, position: Tensor, seed:
 
     Each power's moves come before its weight, the forward paths run backwards; pilots are resampled, particles never.
     """
-    own, betas = method.particles, ladder(method.temperatures, method.spacing).flip(0).tolist()
+    particles, betas = method.particles, ladder(method.temperatures, method.spacing).flip(0).tolist()
     with torch.no_grad(), random.isolated(seed, position.device):
         state = method.started(target, position, random.key(seed, device=position.device))
         offsets = random.uniform(random.fold(state.key, 0), 0, state.trace.new_empty(len(betas)))
         for number, (here, below) in enumerate(pairwise(betas)):
             state = state._replace(beta=torch.full_like(state.beta, here), passed=state.passed + 1)
+            # run backwards: moves first, at the power that the draws follow, then the weight of the step down
             state = method._moved(target, state, torch.zeros_like(state.trace[0]))
             gained = (below - here) * state.log_likelihood
             rows = torch.arange(method.rows, device=position.device)
             if method.pilots:
-                rows[own:] = own + systematic(gained[own:], offsets[number])
+                rows[particles:] = particles + systematic(gained[particles:], offsets[number])
             state = state._replace(
                 position=state.position[rows],
                 log_likelihood=state.log_likelihood[rows],
                 log_prior=state.log_prior[rows],
-                log_weights=state.log_weights + gained[:own],
+                log_weights=state.log_weights + gained[:particles],
             )
     return -float(log_mean(state.log_weights)), relative_variance(state.log_weights, state.ancestors) ** 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +13,12 @@ from plausible.blocks.chains.density import Density, ModelDensity
 from plausible.blocks.chains.gibbs import sample_given
 from plausible.blocks.chains.tempering import Place, effective, hamiltonian, log_mean, relative_variance, systematic
 from plausible.core import random
-from plausible.core.memory import require_memory
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.weights import Weights
-from plausible.engine.method import Fitted, Method, Plan, Run, Traits
-from plausible.methods.chains.base import check_count, check_function, fastest
-from plausible.posteriors.particles import ParticlesPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits
+from plausible.methods.chains.base import check_counts, check_function, check_memory, fastest
+from plausible.posteriors.chains import ParticlesPosterior
 
 TRACED = ("temperature", "ess", "acceptance", "step_size", "leapfrogs", "error")
 """What is noted of each temperature; `error` is the relative standard error of the evidence so far."""
@@ -49,11 +46,6 @@ class AnnealedState(NamedTuple):
     key: Tensor
     passed: Tensor
 
-    @property
-    def place(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions with their log-likelihoods and log priors."""
-        return self.position, self.log_likelihood, self.log_prior
-
 
 @dataclass(frozen=True)
 class Annealed(Method):
@@ -80,17 +72,13 @@ class Annealed(Method):
 
     def __post_init__(self) -> None:
         who = type(self).__name__
-        for setting, least in (("particles", 2), ("moves", 1), ("pilots", 0), ("leapfrogs", 1)):
-            check_count(who, setting, getattr(self, setting), least)
+        check_counts(self, particles=2, moves=1, pilots=0, leapfrogs=1)
         if self.pilots == 1:
             raise ValueError(f"{who}: pilots must be 0 or at least 2, since a spread is taken over them, got 1")
         if not (math.isfinite(self.trajectory) and self.trajectory > 0):
             raise ValueError(f"{who}: trajectory must be positive and finite, got {self.trajectory!r}")
         if not 0 < self.target_acceptance < 1:
             raise ValueError(f"{who}: target_acceptance must be in (0, 1), got {self.target_acceptance!r}")
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What a method of this kind provides
 
     @property
     def longest(self) -> int:
@@ -105,21 +93,16 @@ class Annealed(Method):
         """Whether particles are resampled when this share of them is effective."""
         raise NotImplementedError
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What the engine asks for
-
     @property
     def rows(self) -> int:
-        """Positions that move together."""
         return self.particles + self.pilots
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """One temperature a step, over all data; the particles are kept at the end."""
         return Plan(steps=self.longest, per_epoch=1, batch_size=None, unit="temperatures")
 
     def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
-        """The density, where there is a prior to start from, in the fastest form that pays for so many moves."""
         who = type(self).__name__
+        # an improper prior has no draws, and no normalising constant from which to count
         if improper := [name for name in model.random if not model.prior.rule(name).proper]:
             raise ValueError(
                 f"{who}: prior of {', '.join(improper)} is improper, so that it has no draws to start from and no evidence; choose "
@@ -134,14 +117,10 @@ class Annealed(Method):
         return fastest(ModelDensity(model, run.data, self.rows), run, self.longest * self.moves * self.leapfrogs)
 
     def start(self, model: Model, run: Run[ModelDensity], key: Tensor) -> AnnealedState:
-        """Draws from the prior, given the weights that do not move."""
         target = run.prepared
-        require_memory(
-            8 * self.rows * target.size * torch.finfo(target.dtype).bits // 8,
-            key.device,
-            f"{type(self).__name__}: {self.rows:,} particles of {target.size:,} weights",
-        )
+        check_memory(self, target, "particles")
         stream, like = random.generator(run.seed, 6), {name: model.initial[name] for name in model.random}
+        # particles are drawn given the weights that do not move, where the prior ties them to the others
         if not model.points or model.prior.independent:
             drawn = model.prior.sample(like, stream, self.rows)
         else:
@@ -162,82 +141,86 @@ class Annealed(Method):
         check_function(type(self).__name__, target, position, likelihood)
         zero = torch.zeros((), dtype=torch.float64, device=key.device)
         return AnnealedState(
-            position,
-            _sure(likelihood),
-            prior,
-            zero.expand(self.particles).clone(),
-            torch.arange(self.particles, device=key.device),
-            zero.clone(),
-            zero.clone(),
-            zero + min(self.trajectory, position.shape[-1] ** -0.25),
-            position.double().var(0),
-            zero.expand(self.longest, len(TRACED)).clone(),
-            key,
-            torch.zeros((), dtype=torch.int64, device=key.device),
+            position=position,
+            log_likelihood=_sure(likelihood),
+            log_prior=prior,
+            log_weights=zero.expand(self.particles).clone(),
+            ancestors=torch.arange(self.particles, device=key.device),
+            log_evidence=zero.clone(),
+            beta=zero.clone(),
+            step_size=zero + min(self.trajectory, position.shape[-1] ** -0.25),
+            inverse_mass=position.double().var(0),
+            trace=zero.expand(self.longest, len(TRACED)).clone(),
+            key=key,
+            passed=torch.zeros_like(zero, dtype=torch.int64),
         )
 
-    def step(
-        self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch
-    ) -> tuple[AnnealedState, dict[str, Tensor]]:
-        """The next temperature; nothing once the posterior is reached, so that results do not depend on when that is noticed."""
+    def step(self, model: Model, run: Run[ModelDensity], state: AnnealedState, batch: Batch) -> tuple[AnnealedState, Info]:
         return self.advanced(run.prepared, state)
 
-    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: AnnealedState) -> tuple[AnnealedState, Info]:
         """The next temperature over any target."""
-        if not self.finished(state):
+        if not self.finished(state):  # else nothing, so that results do not depend on when the end is noticed
             state = self._moved(target, *self._weighted(state))
         row = state.trace[int(state.passed) - 1]
+        # pilots are no part of what is said
         likelihood = state.log_likelihood[: self.particles]
         seen = likelihood[torch.isfinite(likelihood)]
         return state, {**dict(zip(TRACED, row)), "log_likelihood": seen.mean() if len(seen) else row.new_zeros(())}
 
     def _weighted(self, state: AnnealedState) -> tuple[AnnealedState, Tensor]:
         """The next power; weights, and resampling of particles and pilots. Also a row of the trace, half filled."""
-        own, count = self.particles, int(state.passed)
-        guides = state.log_likelihood[own:] if self.pilots else state.log_likelihood
+        count, particles = int(state.passed), self.particles
+        guides = state.log_likelihood[particles:] if self.pilots else state.log_likelihood
         beta = self.next_beta(float(state.beta), count, guides)
         gained = (beta - state.beta) * state.log_likelihood
-        weights = state.log_weights + gained[:own]
-        share, error = effective(weights) / own, relative_variance(weights, state.ancestors) ** 0.5
+        weights = state.log_weights + gained[:particles]
+        share, error = effective(weights) / particles, relative_variance(weights, state.ancestors) ** 0.5
+        # the next temperature would be built on no particle at all
         if share == 0:
             raise ArithmeticError(
                 f"{type(self).__name__}: all weights vanished at β = {beta:.3g}: take more temperatures, or more particles"
             )
+        # both are drawn, used or not: noise is a function of the number of the temperature alone
         offsets = random.uniform(random.fold(state.key, 0), count, state.trace.new_empty(2))
         rows = torch.arange(self.rows, device=state.key.device)
         evidence = state.log_evidence
         if self.resamples(share, beta):
-            rows[:own] = systematic(weights, offsets[0])
+            # what resampling takes out of the weights is kept in the evidence
+            rows[:particles] = systematic(weights, offsets[0])
             evidence, weights = evidence + log_mean(weights), torch.zeros_like(weights)
         if self.pilots:
-            rows[own:] = own + systematic(gained[own:], offsets[1])
-        note = state.trace.new_tensor([beta, share * own, 0.0, 0.0, 0.0, error])
+            rows[particles:] = particles + systematic(gained[particles:], offsets[1])
+        note = state.trace.new_tensor([beta, share * particles, 0.0, 0.0, 0.0, error])
         return state._replace(
             position=state.position[rows],
             log_likelihood=state.log_likelihood[rows],
             log_prior=state.log_prior[rows],
             log_weights=weights,
-            ancestors=state.ancestors[rows[:own]],
+            ancestors=state.ancestors[rows[:particles]],
             log_evidence=evidence,
             beta=torch.full_like(state.beta, beta),
             passed=state.passed + 1,
         ), note
 
     def _moved(self, target: Density, state: AnnealedState, note: Tensor) -> AnnealedState:
-        """All rows moved under the power of the state."""
-        own, count = self.particles, int(state.passed)
-        guides = slice(own, None) if self.pilots else slice(None)
+        count = int(state.passed)
+        guides = slice(self.particles, None) if self.pilots else slice(None)
         spread = state.position[guides].double().var(0)
+        # a direction in which the cloud has collapsed would freeze: scales fall by a factor of 100 a temperature at most
         mass = torch.where(torch.isfinite(spread), spread.clamp(min=1e-4 * state.inverse_mass), state.inverse_mass)
         inverse_mass = mass.to(target.dtype)
         bound = target.bound(beta=state.beta.expand(self.rows).clone())
-        found = bound.evaluate(state.position)
-        place = Place(state.position, _sure(found.log_likelihood), found.log_prior, found.gradient)
+        # the power has changed, and with it the gradient
+        likelihood, prior, gradient = bound.evaluate(state.position)
+        place = Place(state.position, _sure(likelihood), prior, gradient)
         size, accepted, steps = state.step_size, note.new_zeros(()), 0
         for move in range(self.moves):
+            # one length for all rows, which move together
             length = max(1, min(self.leapfrogs, round(self.trajectory / float(size))))
             keys = [random.fold(state.key, 1 + stream) for stream in range(3)]
             counter = count * self.moves + move
+            # steps of random length keep trajectories from closing on themselves
             jitter = random.uniform(keys[2], counter, state.log_likelihood)
             moved = hamiltonian(
                 bound,
@@ -249,13 +232,12 @@ class Annealed(Method):
                 length,
             )
             place = moved.place
+            # by the guides alone: the law of a particle's path must not depend on the particles
             size = size * (CARE * (moved.acceptance[guides].mean() - self.target_acceptance)).exp()
             size = size.clamp(max=self.trajectory)
-            accepted, steps = accepted + moved.acceptance[:own].mean() / self.moves, steps + length
-        trace = state.trace.clone()
-        trace[count - 1] = note + torch.stack(
-            [*accepted.new_zeros(2), accepted, size, accepted.new_tensor(steps), accepted.new_zeros(())]
-        )
+            accepted, steps = accepted + moved.acceptance[: self.particles].mean() / self.moves, steps + length
+        trace, none = state.trace.clone(), accepted.new_zeros(())
+        trace[count - 1] = note + torch.stack([none, none, accepted, size, accepted.new_tensor(steps), none])
         return state._replace(
             position=place.position,
             log_likelihood=place.log_likelihood,
@@ -265,25 +247,20 @@ class Annealed(Method):
             trace=trace,
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def finished(self, state: AnnealedState) -> bool:
-        """At the posterior."""
         return float(state.beta) >= 1
 
     def kept(self, model: Model, run: Run[ModelDensity], state: AnnealedState) -> Weights:
         """As many draws as particles, equally weighted: resampled by what weights there are."""
         target = run.prepared
+        # a stream of its own: asking twice gives the same draws
         offset = float(torch.rand((), generator=random.generator(run.seed, 8), dtype=torch.float32))
         rest = {name: value.expand(self.particles, *value.shape) for name, value in target.rest.items()}
         return {**rest, **target.named(state.position[systematic(state.log_weights, offset)])}
 
     def caption(self, state: AnnealedState) -> str:
-        """What the progress bar says: the power, how many particles count, how many moves are accepted."""
-        row = dict(zip(TRACED, state.trace[int(state.passed) - 1].tolist()))
-        return (
-            f"β {row['temperature']:.3g}, {row['ess']:,.0f} of {self.particles:,} effective, acceptance {row['acceptance']:.2f}"
-        )
+        beta, ess, acceptance, *_ = state.trace[int(state.passed) - 1].tolist()
+        return f"β {beta:.3g}, {ess:,.0f} of {self.particles:,} effective, acceptance {acceptance:.2f}"
 
     def evidence(self, state: AnnealedState) -> tuple[float, float]:
         """Log p(D) and its standard error, once the posterior is reached; NaN before."""
@@ -293,7 +270,6 @@ class Annealed(Method):
         return value, float(state.trace[int(state.passed) - 1, TRACED.index("error")])
 
     def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ParticlesPosterior:
-        """The particles, with the evidence and what happened on the way."""
         if fitted.interrupted and not self.finished(fitted.state):
             raise KeyboardInterrupt(
                 f"stopped at β = {float(fitted.state.beta):.3g}, before the posterior was reached: there are no draws of it; with "

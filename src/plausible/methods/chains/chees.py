@@ -11,11 +11,10 @@ from torch import Tensor
 
 from plausible.blocks.chains import adaptation
 from plausible.blocks.chains.adaptation import Adaptation, Slope, first_step
-from plausible.blocks.chains.density import Density, Evaluation, Point
-from plausible.blocks.chains.integrators import Diagonal, Metric, integrate
+from plausible.blocks.chains.density import Density, Point
+from plausible.blocks.chains.integrators import Diagonal, Metric
 from plausible.core.serialise import check_count, check_number, register
-from plausible.methods.chains.adapting import begin_adapting, check_adapting, chosen, divergent, energy, warmup_of
-from plausible.methods.chains.base import Chains, ChainState
+from plausible.methods.chains.base import Adapting, ChainState
 
 SPEED = 0.025  # of Adam over log T
 MEMORY = 0.95  # of Adam for squares of gradients; it has no momentum
@@ -35,9 +34,11 @@ class Length(NamedTuple):
     def climbed(self, slope: Tensor, longest: Tensor) -> Length:
         """One step of Adam up the slope, which does not grow beyond `longest`."""
         count = self.tried + 1
+        # Adam without momentum, as its authors use it here (Hoffman, Radul & Sountsov 2021)
         square = MEMORY * self.square + (1 - MEMORY) * slope.square()
         scaled = slope / (square / (1 - MEMORY**count)).sqrt().clamp(min=1e-300)
         log_length = torch.minimum(self.log_length + SPEED * scaled, torch.maximum(self.log_length, longest.log()))
+        # later iterates count more, since masses and step sizes were still wrong for the first
         fade = count.pow(-FADING)
         return Length(log_length, fade * log_length + (1 - fade) * self.averaged, square, count)
 
@@ -62,18 +63,16 @@ class Tuned(NamedTuple):
 
 @register
 @dataclass(frozen=True)
-class ChEES(Chains):
+class ChEES(Adapting):
     """(w, p) → n leapfrog steps of ε, n = ⌈h_t T/ε⌉, T = argmax E[(‖w' − E w'‖² − ‖w − E w‖²)²]
 
     HMC for many parallel chains, whose trajectory length is tuned by how far it changes the chains' distance from their
     mean.
 
-    In the warm-up T climbs the gradient of the criterion, "change in the estimator of the expected square", estimated over
-    all chains by their ends and weighted by acceptance (Hoffman, Radul & Sountsov 2021). All chains take the same number of
-    steps, so that there is no waiting for the longest trajectory: h_t is a low-discrepancy sequence in (0, 1), the same for
-    all. The common step size is set by dual averaging to a harmonic mean acceptance of `target_acceptance`, masses from the
-    draws and gradients of all chains. `step_size` is where the search for ε starts (None: 0.1), `length` a T to keep instead of
-    tuning it. Needs at least two chains, and likes sixteen. Cost: T/2ε gradients a transition on average, at most
+    In the warm-up T climbs the gradient of the criterion over all chains, weighted by acceptance (Hoffman, Radul & Sountsov
+    2021). All chains take the same number of steps; h_t is a low-discrepancy sequence in (0, 1). The common step size aims at
+    a harmonic mean acceptance of `target_acceptance`. `step_size` is where the search for ε starts (None: 0.1), `length` a T
+    to keep. Needs at least two chains, and likes sixteen. Cost: T/2ε gradients a transition on average, at most
     `max_leapfrogs`.
     """
 
@@ -90,7 +89,6 @@ class ChEES(Chains):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_adapting(self)
         check_count(self, "max_leapfrogs", at_least=1)
         if self.metric not in ("diag", "unit"):
             raise ValueError(f"ChEES: metric must be 'diag' or 'unit', got {self.metric!r}; HMC and NUTS have the others")
@@ -105,61 +103,42 @@ class ChEES(Chains):
 
     @classmethod
     def conforming(cls) -> ChEES:
-        """Few draws of each."""
         return cls(draws=100, chains=32, warmup=60)
 
     def begin(self, target: Density, state: ChainState) -> ChainState:
         """A first step size common to all chains, unit masses, and trajectories of a few steps."""
-        state = begin_adapting(self, target, state)
-        start = adaptation.begin(warmup_of(self), state.position, _common(state.adaptation.step))
+        state = super().begin(target, state)
+        start = adaptation.begin(self.schedule, state.position, _common(state.adaptation.step))
         step = start.step[0]
         log_length = (4 * step).log() if self.length is None else torch.full_like(step, math.log(self.length))
         zero = torch.zeros_like(step)
         return state._replace(adaptation=Tuned(start, Length(log_length, log_length.clone(), zero, zero.clone())))
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
-        """One trajectory of all chains, and in warm-up where T should go."""
         tuned: Tuned = state.adaptation
-        shared, step = tuned.shared, tuned.shared.step
+        step = tuned.shared.step
         warming = self.adapt and self.warming(state)
+        # after the warm-up the average, which is less noisy than the last iterate
         length = tuned.length.log_length if warming else tuned.length.averaged
         wanted = van_der_corput(int(state.step) + 1) * float(length.exp() / step[0])
         count = max(1, min(math.ceil(wanted), self.max_leapfrogs))
-        momentum = shared.metric.momentum(state.normal(0, state.position))
-        start = Point(state.position, momentum, state.log_likelihood, state.log_prior, state.gradient)
-        end = integrate(target, shared.metric, start, step, count)
-        before, after = energy(target, shared, start), energy(target, shared, end)
-        new, acceptance = chosen(state, end, before - after, state.uniform(1, before).log())
+        noise, level = state.normal(0, state.position), state.uniform(1, state.log_prior)
+        new, start, end = self.trajectory(target, state, tuned.shared, noise, level, count)
         if warming:
-            tuned = self._learned(target, tuned, new, start, end, acceptance, count * step[0])
-        statistics = {
-            "acceptance": acceptance,
-            "divergent": divergent(before - after),
-            "step_size": step.clone(),
-            "leapfrogs": torch.full_like(before, count),
-            "energy": before,
-        }
-        return new._replace(adaptation=tuned, statistics=statistics)
+            tuned = self._tuned(target, tuned, new, start, end, count * step[0])
+        return new._replace(adaptation=tuned)
 
-    def _learned(
-        self, target: Density, tuned: Tuned, new: ChainState, start: Point, end: Point, acceptance: Tensor, time: Tensor
-    ) -> Tuned:
+    def _tuned(self, target: Density, tuned: Tuned, new: ChainState, start: Point, end: Point, time: Tensor) -> Tuned:
         """The step size by the harmonic mean of acceptances, masses in windows, T up the slope of the criterion."""
-        now, harmonic = tuned.shared, 1 / (1 / acceptance.clamp(min=LEAST)).mean()
+        now, acceptance = tuned.shared, new.statistics["acceptance"]
+        # the harmonic mean is ruled by the worst chains, which a common step must serve too
+        harmonic = (1 / (1 / acceptance.clamp(min=LEAST)).mean()).expand_as(acceptance)
 
         def find(metric: Metric, step: Tensor) -> Tensor:
-            found = Evaluation(new.log_likelihood, new.log_prior, new.gradient)
-            return _common(first_step(target, metric, new.position, found, new.normal(2, new.position), step))
+            return _common(first_step(target, metric, new.position, new.evaluation, new.normal(2, new.position), step))
 
-        shared = adaptation.update(
-            now,
-            warmup_of(self),
-            int(new.step),
-            new.position,
-            new.gradient,
-            harmonic.expand_as(acceptance),
-            find if self.step_size is None else None,
-        )
+        again = find if self.step_size is None else None
+        shared = adaptation.update(now, self.schedule, int(new.step), new.position, new.gradient, harmonic, again)
         length = tuned.length
         if self.length is None:
             slope = time * criterion_slope(now.metric, start, end, acceptance)
@@ -176,10 +155,10 @@ def _common(step: Tensor) -> Tensor:
 
 def van_der_corput(number: int) -> float:
     """The digits of a number in base 2 mirrored at the point: ½, ¼, ¾, ⅛, … fill (0, 1) evenly."""
-    found, place = 0.0, 0.5
+    mirrored, place = 0.0, 0.5
     while number:
-        found, place, number = found + place * (number & 1), place / 2, number >> 1
-    return found
+        mirrored, place, number = mirrored + place * (number & 1), place / 2, number >> 1
+    return mirrored
 
 
 def criterion_slope(metric: Metric, start: Point, end: Point, acceptance: Tensor) -> Tensor:
@@ -189,7 +168,9 @@ def criterion_slope(metric: Metric, start: Point, end: Point, acceptance: Tensor
     refused, it says nothing.
     """
     assert isinstance(metric, Diagonal)
+    # in units of the masses, so that no coordinate rules the criterion by its scale
     scale = metric.inverse_mass.double().sqrt()
+    # a trajectory that ran away says nothing of where T should go
     usable = (acceptance > 0) & torch.isfinite(end.position).all(-1) & torch.isfinite(end.momentum).all(-1)
     weight = torch.where(usable, acceptance, 0.0)
     share = (weight / weight.sum().clamp(min=1e-300)).unsqueeze(-1)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, ModelDensity
+from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.engine.method import Run
-from plausible.methods.chains.base import Chains, ChainState
-
-if TYPE_CHECKING:
-    from plausible.core.model import Model
+from plausible.methods.chains.base import STATISTICS, Chains, ChainState
 
 SHRINKAGES = 100  # after so many the bracket has closed: the chain stays where it is
 PROBES = (0.0, 1.0, -2.0, 5.0)  # points at which the prior's slope must lie on one line
@@ -36,11 +34,9 @@ class EllipticalSlice(Chains):
     Slice sampling on the ellipse through the current weights and a draw from a Gaussian prior (Murray, Adams & MacKay
     2010).
 
-    θ is uniform on a circle at first; while log p(D | w') is below the level, the bracket is cut at θ, on the side away
-    from 0, and θ drawn anew inside it. Needs independent Gaussian priors of any mean and scale, and no gradients; nothing
-    is adapted, and every transition moves. Statistics: `step_size` is |θ|, `leapfrogs` the likelihoods evaluated,
-    `acceptance` one over them. Cost: about log₂ of how much narrower than the prior the likelihood is, in evaluations
-    without gradients; chains that are done wait for the slowest.
+    Needs independent Gaussian priors of any mean and scale, and no gradients; nothing is adapted, and every transition moves.
+    Statistics: `step_size` is |θ|, `leapfrogs` the likelihoods evaluated, `acceptance` one over them. Cost: about log₂ of how
+    much narrower than the prior the likelihood is, in evaluations; chains that are done wait for the slowest.
     """
 
     name: ClassVar[str] = "elliptical-slice"
@@ -53,16 +49,11 @@ class EllipticalSlice(Chains):
         return prepared
 
     def begin(self, target: Density, state: ChainState) -> ChainState:
-        """Means and scales of the prior; no gradient is kept."""
-        zero = torch.zeros_like(state.log_prior)
         return state._replace(
-            gradient=torch.zeros_like(state.position),
-            adaptation=prior_of(target),
-            statistics={name: zero.clone() for name in ("acceptance", "divergent", "step_size", "leapfrogs", "energy")},
+            gradient=torch.zeros_like(state.position), adaptation=prior_of(target), statistics=state.no_statistics()
         )
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
-        """Cut the bracket of every chain until all are inside their slices."""
         centre, scale = state.adaptation if target.precision is None else prior_of(target)
         away = state.position - centre
         drawn = scale * state.normal(0, state.position)
@@ -75,33 +66,24 @@ class EllipticalSlice(Chains):
         for i in range(SHRINKAGES):
             turn = angle.unsqueeze(-1)
             proposal = centre + away * turn.cos().to(away.dtype) + drawn * turn.sin().to(away.dtype)
-            found = target.densities(proposal)
+            there = target.densities(proposal)
             tried = tried + searching
-            taken = searching & (target.value(found[0], blank) > level) & torch.isfinite(found[1])
+            taken = searching & (target.value(there[0], blank) > level) & torch.isfinite(there[1])
             position = torch.where(taken.unsqueeze(-1), proposal, position)
-            likelihood, prior = (torch.where(taken, *pair) for pair in zip(found, (likelihood, prior)))
+            likelihood, prior = (torch.where(taken, *pair) for pair in zip(there, (likelihood, prior)))
             moved = torch.where(taken, angle, moved)
             searching = searching & ~taken
             if not bool(searching.any()):
                 break
+            # the bracket always holds θ = 0, where the chain is: the search cannot fail, and the law is left invariant
             low, high = torch.where(angle < 0, angle, low), torch.where(angle < 0, high, angle)
             angle = low + (high - low) * state.uniform(3 + i, blank)
-        return state._replace(
-            position=position,
-            log_likelihood=likelihood,
-            log_prior=prior,
-            statistics={
-                "acceptance": 1 / tried,
-                "divergent": blank,
-                "step_size": moved.abs(),
-                "leapfrogs": tried,
-                "energy": -target.value(likelihood, prior),
-            },
-        )
+        statistics = dict(zip(STATISTICS, (1 / tried, blank, moved.abs(), tried, -target.value(likelihood, prior))))
+        return state._replace(position=position, log_likelihood=likelihood, log_prior=prior, statistics=statistics)
 
     @classmethod
     def conforming(cls) -> EllipticalSlice:
-        """Many chains, as each of them mixes slowly."""
+        # Many chains, as each of them mixes slowly
         return cls(draws=60, chains=128, warmup=30)
 
 
@@ -133,6 +115,7 @@ def gaussian_prior(model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             leaf = torch.full_like(like, probe).requires_grad_()
             with torch.enable_grad():
                 try:
+                    # adding 0·w: a flat prior has no graph of its own
                     total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()
                 except (NotImplementedError, ValueError, TypeError):
                     raise _refusal(model, name, "which has no density for single weights") from None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.engine.method import Run, Stage
+from plausible.engine.method import Info, Run, Stage
 from plausible.methods.chains.microcanonical import Microcanonical
-from plausible.methods.ensembles.stacking import Stacked
+from plausible.methods.ensembles.ensemble import Stacked
 from plausible.methods.points.map import MAP, MAPState
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
 
 
 @register
@@ -27,13 +25,10 @@ class MILE(Microcanonical):
 
     A deep ensemble whose members each start a chain (Sommer et al. 2025, microcanonical Langevin ensembles).
 
-    First an ensemble of `chains` members is trained by `mode`, each from a starting point of its own (`init`), with early
-    stopping by default. Then every member is the start of an `MCLMC` chain with a step size and a length of its own: the
-    modes are there already, and warm-up only has to leave them for their surroundings. The published settings are the
-    defaults: the energy variance falls from 0.5 to 0.1 along the warm-up, all coordinates have one scale. These are long
-    steps with a visible bias (`MCLMC`); lower `energy_variance` for less. An earlier posterior given as `init=` of `fit`
-    takes the place of the training. Weights that `where` leaves out stay at their values throughout. Cost: that of the
-    ensemble, and two gradients a transition.
+    An ensemble of `chains` members is trained by `mode`, each from a starting point of its own (`init`); every member then
+    starts an `MCLMC` chain with a step size and a length of its own. The defaults are the published settings: long steps with
+    a visible bias; lower `energy_variance` for less. An earlier posterior given as `init=` of `fit` takes the place of the
+    training. Weights that `where` leaves out stay at their values. Cost: that of the ensemble, and two gradients a transition.
     """
 
     chains: int = 10
@@ -52,20 +47,11 @@ class MILE(Microcanonical):
 
     @classmethod
     def conforming(cls) -> MILE:
-        """Short training, and steps so small that the bias drowns in the noise."""
-        return cls(
-            draws=50,
-            chains=128,
-            warmup=200,
-            thin=3,
-            energy_variance=1e-5,
-            initial_energy_variance=0.1,
-            metric="diag",
-            mode=MAP(epochs=40, batch_size=None, lr=0.05),
-        )
+        # Short training, and steps so small that the bias drowns in the noise
+        small: dict[str, Any] = {"energy_variance": 1e-5, "initial_energy_variance": 0.1, "metric": "diag"}
+        return cls(draws=50, chains=128, warmup=200, thin=3, mode=MAP(epochs=40, batch_size=None, lr=0.05), **small)
 
     def stages(self) -> tuple[Stage, ...]:
-        """The members are trained; then each starts a chain."""
         return (Members(self.mode, self.chains, self.init), self)
 
 
@@ -95,17 +81,14 @@ class Members(Stacked):
         state: MAPState = super().start(model, run, key)
         return MembersState(state.weights, state.buffers, state.optimiser, state.step, given)
 
-    def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, Info]:
         return self._held(model, state, *super().step(model, run, state.inner, batch))
 
-    def looped_step(
-        self, model: Model, run: Run[Any], state: MembersState, batch: Batch
-    ) -> tuple[MembersState, dict[str, Tensor]]:
+    def looped_step(self, model: Model, run: Run[Any], state: MembersState, batch: Batch) -> tuple[MembersState, Info]:
         return self._held(model, state, *super().looped_step(model, run, state.inner, batch))
 
-    def _held(
-        self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]
-    ) -> tuple[MembersState, dict[str, Tensor]]:
+    def _held(self, model: Model, state: MembersState, new: MAPState, info: dict[str, Tensor]) -> tuple[MembersState, Info]:
+        # weights that are no part of the posterior move neither while training nor along chains
         held = {name: model.initial[name].expand_as(new.weights[name]).clone() for name in model.points}
         return MembersState({**new.weights, **held}, new.buffers, new.optimiser, new.step, state.over), info
 

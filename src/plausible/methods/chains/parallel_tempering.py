@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,9 +15,9 @@ from plausible.blocks.chains.integrators import Diagonal
 from plausible.blocks.chains.tempering import Bridges, Place, bridged, hamiltonian, ladder, no_bridges, respaced
 from plausible.core.model import Model
 from plausible.core.serialise import register
-from plausible.engine.method import Fitted, Run
-from plausible.methods.chains.base import Chains, ChainState, check_count
-from plausible.posteriors.particles import ReplicasPosterior
+from plausible.engine.method import Fitted, Info, Run
+from plausible.methods.chains.base import STATISTICS, Chains, ChainState, check_counts
+from plausible.posteriors.chains import ReplicasPosterior
 
 BLOCKS = 8
 """Stretches of the run that give the standard error of the evidence, of each chain."""
@@ -56,12 +54,11 @@ class ParallelTempering(Chains):
 
     Parallel tempering: replicas of each chain at powers of the likelihood, flat ones to travel and the posterior to keep.
 
-    Each of `chains` chains has `temperatures` replicas at 1 = β_1 > … > β_K = `hottest` (0: the prior itself). A transition moves
-    all of them by a Hamiltonian trajectory of length `trajectory` (in standard deviations, at most `leapfrogs` steps), then offers
-    exchanges to neighbours, to even pairs and odd pairs in turn, so that a replica travels on in one direction (Syed et al. 2021).
-    The warm-up learns masses and a step size for each power, aiming at `target_acceptance`, and spaces the powers for equal rates
-    of exchange. Draws are those at β = 1. With `hottest=0`, `log_evidence` is estimated from all replicas, by bridges.
-    Cost: (1 + leapfrogs) gradients of chains × temperatures rows a transition.
+    Each chain has `temperatures` replicas at 1 = β_1 > … > β_K = `hottest` (0: the prior itself). A transition moves all of
+    them by a trajectory of length `trajectory` (in standard deviations, at most `leapfrogs` steps), then offers exchanges to
+    even and odd pairs in turn, so that a replica travels on in one direction (Syed et al. 2021). The warm-up learns masses,
+    step sizes and powers of equal rates of exchange. With `hottest=0`, `log_evidence` is estimated by bridges. Cost: (1 +
+    leapfrogs) gradients of all rows a transition.
     """
 
     temperatures: int = 8
@@ -74,8 +71,7 @@ class ParallelTempering(Chains):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("ParallelTempering", "temperatures", self.temperatures, 2)
-        check_count("ParallelTempering", "leapfrogs", self.leapfrogs, 1)
+        check_counts(self, temperatures=2, leapfrogs=1)
         if not 0 <= self.hottest < 1:
             raise ValueError(f"ParallelTempering: hottest is the smallest power, in [0, 1), got {self.hottest!r}")
         if not (math.isfinite(self.trajectory) and self.trajectory > 0):
@@ -89,7 +85,6 @@ class ParallelTempering(Chains):
         return self.chains * self.temperatures
 
     def prepare(self, model: Model, run: Run[Any]) -> ModelDensity:
-        """The density; a replica at the prior needs a proper one."""
         improper = [name for name in model.random if not model.prior.rule(name).proper]
         if improper and self.hottest == 0:
             raise ValueError(
@@ -99,7 +94,6 @@ class ParallelTempering(Chains):
         return super().prepare(model, run)
 
     def bind(self, target: Density, state: ChainState) -> Density:
-        """The likelihood to each row's power."""
         betas = state.adaptation.betas if state.adaptation else self._first_betas(state.position.device)
         return target.bound(beta=betas.repeat_interleave(self.chains))
 
@@ -108,12 +102,10 @@ class ParallelTempering(Chains):
         return self.hottest + (1 - self.hottest) * rise
 
     def begin(self, target: Density, state: ChainState) -> ChainState:
-        """Unit masses and first step sizes."""
         rungs, chains, device = self.temperatures, self.chains, state.position.device
         unit = Diagonal(torch.ones(target.size, dtype=target.dtype, device=device))
-        found = Evaluation(state.log_likelihood, state.log_prior, state.gradient)
         noise, start = state.normal(FIRST, state.position), torch.full_like(state.log_prior, target.size**-0.25)
-        step = first_step(target, unit, state.position, found, noise, start).reshape(rungs, chains).median(1).values
+        step = first_step(target, unit, state.position, state.evaluation, noise, start).reshape(rungs, chains).median(1).values
         zero = torch.zeros((), dtype=torch.float64, device=device)
         order = torch.arange(rungs, device=device).unsqueeze(1).expand(rungs, chains)
         replicas = Replicas(
@@ -129,57 +121,43 @@ class ParallelTempering(Chains):
             zero.expand(chains).clone(),
             no_bridges(BLOCKS, rungs, chains, device),
         )
-        names = ("acceptance", "divergent", "step_size", "leapfrogs", "energy", "swap")
-        none = {name: torch.zeros_like(state.log_prior) for name in names}
-        return state._replace(adaptation=replicas, statistics=none)
+        return state._replace(adaptation=replicas, statistics=state.no_statistics("swap"))
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
-        """All replicas moved, then exchanged."""
-        own: Replicas = state.adaptation
-        count = max(1, min(self.leapfrogs, round(self.trajectory / float(own.step_size.min()))))
-        size = own.step_size.clamp(max=self.trajectory / count)  # [K]
+        learnt: Replicas = state.adaptation
+        # all rows move in step: as many leapfrogs as the shortest step needs, and longer steps shortened to match
+        count = max(1, min(self.leapfrogs, round(self.trajectory / float(learnt.step_size.min()))))
+        size = learnt.step_size.clamp(max=self.trajectory / count)  # [K]
         jitter = 0.8 + 0.4 * state.uniform(JITTER, state.log_prior)
         step = size.repeat_interleave(self.chains) * jitter
         moved = hamiltonian(
             target,
-            Place(state.position, state.log_likelihood, state.log_prior, state.gradient),
+            Place(state.position, *state.evaluation),
             state.normal(MOMENTUM, state.position),
             state.uniform(LEVEL, state.log_prior),
             step,
-            own.inverse_mass.repeat_interleave(self.chains, 0),
+            learnt.inverse_mass.repeat_interleave(self.chains, 0),
             count,
         )
         levels = state.uniform(SWAP, state.log_prior)
-        place, accepted, order = self.exchanged(moved.place, own.betas, levels, int(state.step))
+        place, accepted, order = self.exchanged(moved.place, learnt.betas, levels, int(state.step))
         swap = order != torch.arange(len(order), device=order.device)
-        before, number = own.betas, int(state.step)
-        own = self._travelled(own._replace(accepted=own.accepted + accepted, seen=own.seen + 1), order)
+        before, number = learnt.betas, int(state.step)
+        learnt = self._travelled(learnt._replace(accepted=learnt.accepted + accepted, seen=learnt.seen + 1), order)
         if number < self.warmup:
             rate = moved.acceptance.reshape(self.temperatures, -1).mean(1)
-            own = self._learned(own, number, moved.place, rate, size, functools.partial(self._found, target, state))
+            learnt = self._learned(target, state, learnt, moved.place, rate, size)
         else:
+            # draws of one stretch depend on each other, so that the standard error is taken over stretches
             block = min(BLOCKS - 1, (number - self.warmup) * BLOCKS // (self.draws * self.thin))
             likelihood = place.log_likelihood.reshape(self.temperatures, -1)
-            own = own._replace(bridges=bridged(own.bridges, block, own.betas, likelihood))
-        statistics = {
-            "acceptance": moved.acceptance,
-            "divergent": moved.divergent,
-            "step_size": step,
-            "energy": moved.energy,
-            "leapfrogs": torch.full_like(step, count + 1),
-            "swap": swap.double(),
-        }
-        new = state._replace(**place._asdict(), adaptation=own, statistics=statistics)
-        if bool(swap.any()) or own.betas is not before:  # powers are others now, and so are gradients
+            learnt = learnt._replace(bridges=bridged(learnt.bridges, block, learnt.betas, likelihood))
+        cost = torch.full_like(step, count + 1)
+        statistics = dict(zip(STATISTICS, (moved.acceptance, moved.divergent, step, cost, moved.energy)))
+        new = state._replace(**place._asdict(), adaptation=learnt, statistics={**statistics, "swap": swap.double()})
+        if bool(swap.any()) or learnt.betas is not before:  # powers are others now, and so are gradients
             new = new._replace(gradient=self.bind(target, new).evaluate(new.position).gradient)
         return new
-
-    def _found(self, target: Density, state: ChainState, place: Place, inverse_mass: Tensor, start: Tensor) -> Tensor:
-        """First step sizes `[K]` under new masses `[K, P]`, which measure lengths otherwise than the ones before."""
-        metric, each = Diagonal(inverse_mass.repeat_interleave(self.chains, 0)), start.repeat_interleave(self.chains)
-        noise = state.normal(FIRST, place.position)
-        found = first_step(target, metric, place.position, Evaluation(*place[1:]), noise, each)
-        return found.reshape(self.temperatures, self.chains).median(1).values
 
     def exchanged(self, place: Place, betas: Tensor, levels: Tensor, number: int) -> tuple[Place, Tensor, Tensor]:
         """Neighbours exchanged: pairs (1, 2), (3, 4), … after even transitions, (2, 3), … after odd ones.
@@ -191,79 +169,84 @@ class ParallelTempering(Chains):
         likelihood = place.log_likelihood.reshape(rungs, -1)
         ratio = (betas[:-1] - betas[1:]).unsqueeze(1) * (likelihood[1:] - likelihood[:-1])  # [K − 1, chains]
         offered = torch.arange(rungs - 1, device=betas.device).unsqueeze(1) % 2 == number % 2
+        # all pairs are judged, also those that are not offered: their rates say how to space the powers
         taken = offered & (levels.reshape(rungs, -1)[:-1].log() < ratio)
+        # pairs do not overlap, so that all exchanges of a transition are one permutation
         source = torch.arange(rungs, device=betas.device).unsqueeze(1).expand_as(likelihood).clone()
         source[:-1] += taken.long()
         source[1:] -= taken.long()
         rows = (source * self.chains + torch.arange(self.chains, device=betas.device)).reshape(-1)
         return Place(*(part[rows] for part in place)), ratio.clamp(max=0).exp().mean(1), rows
 
-    def _travelled(self, own: Replicas, order: Tensor) -> Replicas:
+    def _travelled(self, learnt: Replicas, order: Tensor) -> Replicas:
         """Who stands where, and how often one came back from the hottest power to the posterior."""
         source = order.reshape(self.temperatures, -1) // self.chains
-        replica = own.replica.gather(0, source)
-        been_hot = own.been_hot.scatter(0, replica[-1:], True)
+        replica = learnt.replica.gather(0, source)
+        # a replica has made a round trip when it is back at the posterior after the hottest power
+        been_hot = learnt.been_hot.scatter(0, replica[-1:], True)
         back = been_hot.gather(0, replica[:1])
-        return own._replace(
-            replica=replica, been_hot=been_hot.scatter(0, replica[:1], False), round_trips=own.round_trips + back.squeeze(0)
+        return learnt._replace(
+            replica=replica, been_hot=been_hot.scatter(0, replica[:1], False), round_trips=learnt.round_trips + back.squeeze(0)
         )
 
     def _learned(
-        self, own: Replicas, number: int, place: Place, acceptance: Tensor, used: Tensor, find: Callable[..., Tensor]
+        self, target: Density, state: ChainState, learnt: Replicas, place: Place, acceptance: Tensor, used: Tensor
     ) -> Replicas:
         """After a transition of the warm-up: step sizes, and at the ends of windows masses and powers.
 
         `place` is where rows were before they were exchanged, with gradients of their own powers.
         """
-        own = own._replace(averaging=own.averaging.update(acceptance, self.target_acceptance))
-        first, ends = windows(self.warmup)
+        learnt = learnt._replace(averaging=learnt.averaging.update(acceptance, self.target_acceptance))
+        number, (first, ends) = int(state.step), windows(self.warmup)
         if ends and first <= number <= ends[-1]:
-            window: Slopes = own.window.add(place.position, place.gradient)
-            own = own._replace(window=window)
+            window: Slopes = learnt.window.add(place.position, place.gradient)
+            learnt = learnt._replace(window=window)
             if number in ends:
-                mass = window.inverse_mass(self.temperatures, own.inverse_mass.dtype)
-                step = find(place, mass, torch.minimum(own.averaging.final, used))
-                own = own._replace(
+                mass = window.inverse_mass(self.temperatures, learnt.inverse_mass.dtype)
+                # new masses measure lengths otherwise than the ones before: steps are sought anew
+                metric = Diagonal(mass.repeat_interleave(self.chains, 0))
+                start = torch.minimum(learnt.averaging.final, used).repeat_interleave(self.chains)
+                noise = state.normal(FIRST, place.position)
+                each = first_step(target, metric, place.position, Evaluation(*place[1:]), noise, start)
+                step = each.reshape(self.temperatures, self.chains).median(1).values
+                learnt = learnt._replace(
                     inverse_mass=mass,
-                    betas=respaced(own.betas, 1 - own.accepted / own.seen),
+                    betas=respaced(learnt.betas, 1 - learnt.accepted / learnt.seen),
                     averaging=DualAveraging.begin(step),
                     window=moments_for("diag", place.position, slopes="pooled"),
-                    accepted=torch.zeros_like(own.accepted),
-                    seen=torch.zeros_like(own.seen),
+                    accepted=torch.zeros_like(learnt.accepted),
+                    seen=torch.zeros_like(learnt.seen),
                 )
+        # what the warm-up counted is forgotten: powers were others then
         last = number == self.warmup - 1
-        step = own.averaging.final if last else own.averaging.step
-        own = own._replace(step_size=step.clamp(max=self.trajectory))
+        step = learnt.averaging.final if last else learnt.averaging.step
+        learnt = learnt._replace(step_size=step.clamp(max=self.trajectory))
         if last:
-            own = own._replace(
-                accepted=torch.zeros_like(own.accepted),
-                seen=torch.zeros_like(own.seen),
-                round_trips=torch.zeros_like(own.round_trips),
+            learnt = learnt._replace(
+                accepted=torch.zeros_like(learnt.accepted),
+                seen=torch.zeros_like(learnt.seen),
+                round_trips=torch.zeros_like(learnt.round_trips),
             )
-        return own
+        return learnt
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, dict[str, Tensor]]:
+    def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, Info]:
         """One transition; what is said of it is about the chains at the posterior."""
         new, info = super().advanced(target, state)
         return new, {name: value[: self.chains] for name, value in info.items()}
 
     def caption(self, state: ChainState) -> str:
-        """As other chains, of those at the posterior; and the lowest rate of exchange."""
-        own, cold = state.adaptation, slice(self.chains)
+        learnt, cold = state.adaptation, slice(self.chains)
+        # R̂ and acceptance are those of the chains that are kept
         seen = state._replace(
             running=state.running._replace(mean=state.running.mean[cold], squares=state.running.squares[cold]),
             statistics={name: value[cold] for name, value in state.statistics.items()},
         )
-        rate = float((own.accepted / own.seen.clamp(min=1)).min())
+        rate = float((learnt.accepted / learnt.seen.clamp(min=1)).min())
         return f"{super().caption(seen)}, exchanges {rate:.2f}"
 
     def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ReplicasPosterior:
-        """The draws at β = 1, with the evidence."""
         return ReplicasPosterior.of(self, model, run, fitted, chains=self.chains)
 
     @classmethod
     def conforming(cls) -> ParallelTempering:
-        """Many short chains."""
         return cls(draws=60, warmup=80, chains=24, temperatures=4, trajectory=1.0, leapfrogs=5)

@@ -10,7 +10,7 @@ from torch import Tensor
 from plausible.blocks.chains.tempering import ladder, next_power
 from plausible.core.serialise import register
 from plausible.methods.chains.annealed import Annealed
-from plausible.methods.chains.base import check_count
+from plausible.methods.chains.base import check_counts
 
 
 @register
@@ -20,10 +20,10 @@ class SMC(Annealed):
 
     Tempered sequential Monte Carlo: particles walk from prior to posterior, are weighted, resampled and moved.
 
-    The next power β is chosen so that a share `ess` of the weights stays effective, up to `limit` temperatures, of which the last
-    is 1. `temperatures` takes that many instead, β_k = (k/K)⁵, and resamples when the share falls below `ess`. Powers, step sizes
-    and masses come from `pilots`, so that exp(log_evidence) is unbiased either way. Resampling is systematic. See `Annealed`.
-    Cost: temperatures × (1 + moves × leapfrogs) gradients of all particles and pilots on all data.
+    The next power β is chosen so that a share `ess` of the weights stays effective, up to `limit` temperatures; `temperatures`
+    takes that many instead, β_k = (k/K)⁵, and resamples when the share falls below `ess`. Powers, step sizes and masses come
+    from `pilots`, so that exp(log_evidence) is unbiased. Cost: temperatures × (1 + moves × leapfrogs) gradients of all
+    particles and pilots.
     """
 
     temperatures: int | None = None
@@ -35,18 +35,16 @@ class SMC(Annealed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperatures is not None:
-            check_count("SMC", "temperatures", self.temperatures, 1)
-        check_count("SMC", "limit", self.limit, 1)
+            check_counts(self, temperatures=1)
+        check_counts(self, limit=1)
         if not 0 < self.ess < 1:
             raise ValueError(f"SMC: ess is a share of the particles, in (0, 1), got {self.ess!r}")
 
     @property
     def longest(self) -> int:
-        """`temperatures`, or the limit."""
         return self.limit if self.temperatures is None else self.temperatures
 
     def next_beta(self, beta: float, count: int, log_likelihood: Tensor) -> float:
-        """By bisection, or the next of the ladder; the last is 1."""
         if count + 1 >= self.longest:
             return 1.0
         if self.temperatures is not None:
@@ -55,9 +53,9 @@ class SMC(Annealed):
 
     def resamples(self, share: float, beta: float) -> bool:
         """Each time where powers are chosen, else when too few are effective; and at the end."""
+        # powers that were chosen for a share of effective weights are meant to be resampled at once
         return self.temperatures is None or share < self.ess or beta >= 1
 
     @classmethod
     def conforming(cls) -> SMC:
-        """A thousand particles."""
         return cls(particles=1000, pilots=200, moves=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -20,25 +20,11 @@ from plausible.core.networks import choose, last_layer
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits
+from plausible.methods.laplace import stages as parts
 from plausible.methods.laplace.mode import check_gaussian
-from plausible.methods.laplace.stages import (
-    BEST,
-    AddingUp,
-    Climbing,
-    Online,
-    Polishing,
-    Ranking,
-    Training,
-    Tuning,
-    below,
-    restored,
-)
 from plausible.methods.points.map import MAP
-from plausible.posteriors.base import record_of
+from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.linearised import PREDICTIVES
-
-if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
 
 log = logging.getLogger("plausible")
 
@@ -50,16 +36,13 @@ class Laplace(Method):
 
     A Gaussian around a mode, with the curvature of the log joint there as its precision (MacKay 1992).
 
-    First `mode` is trained (None takes the module's weights as they are: a pretrained network) and polished on all data, by at
-    most `polish` steps of L-BFGS, or of Gauss and Newton for dense structures of up to 2,000 weights (None: 1,000 where weights
-    × examples are below a million, 100 below 10⁸, else 20); then one pass over the data adds up the curvature. `structure` is
-    what is kept of it, `curvature` which one ("ggn" and "fisher" are the expected Fisher information of the outputs, never
-    indefinite), `where` which of the random weights have a posterior: "all", "last", name patterns, or a number k: the k
-    elements with the largest variance. `predictive` "linearised" is exact for the Gaussian over functions f(x; w*) + J(x)(w −
-    w*); "probit" and "bridge" have class probabilities in closed form; "sampled" puts draws of the weights into the network.
-    `tune` sets the precisions of a Gaussian prior by the evidence, and the learned noise of a Gaussian likelihood; `rounds`
-    times, training on in between, for `online` epochs of `mode` or by polishing. At most the share `negligible` of what
-    is known about any output may be left out of the curvature: a network that is sure of its examples then takes less time.
+    `mode` is trained (None takes the module's weights as they are) and polished on all data, by at most `polish` steps of
+    L-BFGS, or of Gauss and Newton for dense structures of up to 2,000 weights; then one pass adds up the curvature.
+    `structure` is what is kept of it, `where` which weights have a posterior: "all", "last", name patterns, or a number: so
+    many elements with the largest variance. `predictive` "linearised" is exact for f(x; w*) + J(x)(w − w*); "probit" and
+    "bridge" are closed forms for classes; "sampled" puts draws into the network. `tune` sets the precisions of a Gaussian
+    prior and the noise by the evidence, `rounds` times, with `online` epochs of `mode` or polishing in between. At most the
+    share `negligible` of what is known about any output is left out.
     """
 
     structure: StructureName = "kron"
@@ -124,22 +107,25 @@ class Laplace(Method):
 
     def stages(self) -> tuple[Stage, ...]:
         """Train, settle, add up the curvature; and as often as `rounds` say: tune, settle again, add up again."""
-        stages: list[Stage] = [Training(self), *self._settling(), *self._adding_up(0)]
+        stages: list[Stage] = [parts.Training(self), *self._settling(), *self._adding_up(0)]
         if self.tune is not None:  # given weights stay where they are
+            # where nothing is trained, tuning moves nothing but the prior, and once is enough
             for turn in range(1, 1 + (self.rounds if self.mode is not None else 1)):
-                trained = [Online(self)] if self.online and self.mode is not None else []
-                stages += [Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
+                trained = [parts.Online(self)] if self.online and self.mode is not None else []
+                stages += [parts.Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
         return tuple(stages)
 
     def _settling(self) -> list[Stage]:
+        # early stopping means not to go to the mode of the training rows
         if self.mode is None or self.holdout or self.polish == 0:
             return []
         if self.structure not in ("block", "full") or isinstance(self.where, int):
-            return [Polishing(self)]
-        return [stage for turn in range(3) for stage in (Polishing(self, turn), Climbing(self, turn))]
+            return [parts.Polishing(self)]
+        # points and random weights in turn, since each settles given the other; all that is needed for three is planned
+        return [stage for turn in range(3) for stage in (parts.Polishing(self, turn), parts.Climbing(self, turn))]
 
     def _adding_up(self, turn: int) -> list[Stage]:
-        return [*([Ranking(self)] if isinstance(self.where, int) else []), AddingUp(self, turn)]
+        return [*([parts.Ranking(self)] if isinstance(self.where, int) else []), parts.AddingUp(self, turn)]
 
     @property
     def holdout(self) -> float:
@@ -151,6 +137,7 @@ class Laplace(Method):
         """How long to polish."""
         if self.polish is not None:
             return self.polish
+        # fewer where a pass over the data takes long
         work = model.num_data * num_elements(model.initial)
         return 1000 if work < 10**6 else 100 if work < 10**8 else 20
 
@@ -162,6 +149,7 @@ class Laplace(Method):
     def names(self, model: Model, data: Data) -> tuple[str, ...]:
         """The weights that get a posterior; a learned noise is a point."""
         free = {n: model.initial[n] for n in model.random if not n.startswith("likelihood.")}
+        # of a number of weights, which ones is known only at the mode
         if self.where in (None, "all") or isinstance(self.where, int):
             return tuple(free)
         last = last_layer(model, next(iter(data.chunks(8)))) if self.where == "last" else ()
@@ -181,25 +169,23 @@ class Laplace(Method):
         self._check_size(model.restricted(names), data)
 
     def _check_size(self, model: Model, data: Data) -> None:
-        """Refuse what cannot fit before the training."""
         first = next(iter(model.initial.values()))
+        # finding the layers runs the network, which may draw numbers
         with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
             layers = Linearisation(model, {**model.initial, **model.buffers}, next(iter(data.chunks(3))).x).all_layers
         total = sum(layer.size for layer in layers)
         if isinstance(self.where, int) and self.where > total:
             raise ValueError(f"Laplace: where={self.where} asks for more weights than there are ({total:,})")
         needed = 5 * self.where**2 if isinstance(self.where, int) else forecast(layers, self.structure, self.rank)
-        log.info(
-            "curvature %r of %s weights: about %.1f MiB", self.structure, f"{total:,}", first.element_size() * needed / 2**20
-        )
-        require(first.element_size() * needed, first.device, self.structure)
+        size = first.element_size() * needed
+        log.info("curvature %r of %s weights: about %.1f MiB", self.structure, f"{total:,}", size / 2**20)
+        require(size, first.device, self.structure)
 
     @classmethod
     def conforming(cls) -> Laplace:
-        """A short way to the mode, and polishing."""
         return cls(mode=MAP.conforming())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        best = restored(self, model, run, below(BEST, fitted.left))
+        best = parts.restored(self, model, run, parts.below(parts.BEST, fitted.left))
         best.warn()
         return best.posterior(record_of(fitted))

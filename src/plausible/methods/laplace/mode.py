@@ -66,20 +66,8 @@ class Mode:
         else:
             precision = dict(earlier.precision)
         tally = Tally()
-        estimator = start(
-            restricted,
-            weights,
-            data,
-            structure=method.structure,
-            curvature=method.curvature,
-            precision=precision,
-            sharing=method.sharing,
-            rank=method.rank,
-            chunk=method.chunk,
-            negligible=method.negligible,
-            chosen=chosen,
-            tally=tally,
-        )
+        how = {name: getattr(method, name) for name in ("structure", "curvature", "sharing", "rank", "chunk", "negligible")}
+        estimator = start(restricted, weights, data, precision=precision, chosen=chosen, tally=tally, **how)
 
         def finished(curvature: Curvature) -> Mode:
             scale = 1.0 / float(model.temperature)
@@ -94,15 +82,12 @@ class Mode:
 
     def tensors(self) -> Weights:
         first = self.weights[self.names[0]]
-        about = {
-            "structure": self.curvature.structure,
-            "blocks": self.curvature.describe(),
-            "scale": self.scale,
-            "report": self.report,
-        }
-        layout = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=first.device)
+        curvature = {"structure": self.curvature.structure, "blocks": self.curvature.describe()}
+        about = json.dumps({**curvature, "scale": self.scale, "report": self.report}).encode()
         assert self.log_likelihood is not None
         assert self.log_det is not None
+        # stages hand on tensors alone, so words travel as bytes
+        layout = torch.tensor(list(about), dtype=torch.uint8, device=first.device)
         numbers = {"log likelihood": self.log_likelihood, "log det": self.log_det, "layout": layout}
         tensors = {f"weight.{n}": v for n, v in self.weights.items()} | {f"precision.{n}": v for n, v in self.precision.items()}
         tensors |= {f"curvature.{n}": v for n, v in self.curvature.tensors().items()}
@@ -117,24 +102,13 @@ class Mode:
             if dot:
                 parts[part][name] = value
         curvature = Curvature.restored(about["structure"], about["blocks"], parts["curvature"])
-        return cls(
-            method,
-            model,
-            parts["weight"],
-            data,
-            names,
-            curvature,
-            parts["precision"],
-            float(about["scale"]),
-            Tally(),
-            about["report"],
-            tensors["log likelihood"].cpu(),
-            tensors["log det"].cpu(),
-        )
+        weights, precision = parts["weight"], parts["precision"]
+        mode = cls(method, model, weights, data, names, curvature, precision, float(about["scale"]), Tally(), about["report"])
+        mode.log_likelihood, mode.log_det = tensors["log likelihood"].cpu(), tensors["log det"].cpu()
+        return mode
 
     @property
     def factor(self) -> Tensor:
-        """The scale of the likelihood, as a tensor."""
         first = self.weights[self.names[0]]
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
@@ -142,22 +116,22 @@ class Mode:
         """The precisions of the prior that maximise the evidence at this mode, and the weights with the noise that does."""
         residuals = {n: self.weights[n] - centre(self.model, n) for n in self.names}
         if self.curvature.chosen < self.curvature.size:  # the other elements are points
+            # their distance from the prior's centre must not pull at its precision
             free = self.curvature.variances(self.precision, self.factor)
             residuals = {n: torch.where(free[n] > 0, r, 0.0) for n, r in residuals.items()}
-        squares = count = None
-        if tunable_noise(self.model):
-            squares, count = _standardised_squares(self.model, self.weights, self.data)
-        best = tune(self.curvature, residuals, self.precision, self.factor, how, squares, count or 0.0)
+        tunable = tunable_noise(self.model)
+        squares, count = _standardised_squares(self.model, self.weights, self.data) if tunable else (None, 0.0)
+        best = tune(self.curvature, residuals, self.precision, self.factor, how, squares, count)
         weights = dict(self.weights)
-        for name in self.model.likelihood_names:
-            if squares is not None:
-                weights[name] = weights[name] + 0.5 * math.log(best.variance)
+        for name in self.model.likelihood_names if tunable else ():
+            weights[name] = weights[name] + 0.5 * math.log(best.variance)
         return best.precision, weights
 
     def judge(self) -> None:
         """How far these weights are from a mode."""
         if self.tally.log_likelihood is not None:
             self.log_likelihood = self.tally.log_likelihood.cpu()
+            # the pass that added up the curvature has added up slope and log-likelihood on its way
             _, pull = log_prior_gradient(self.model, self.weights)
             slope = self.tally.gradient
             gradient = {n: flushed((slope.pop(n) + pull.pop(n)).div_(self.model.temperature)) for n in self.names}
@@ -166,6 +140,7 @@ class Mode:
             prior = self.model.log_prior(self.weights).detach().double()
             self.log_likelihood = (value.double() * self.model.temperature - prior).cpu()
         with torch.no_grad():
+            # gᵀΛ⁻¹g: how far a Newton step would go, in posterior standard deviations
             square = float(self.curvature.quadratic({n: gradient[n] for n in self.names}, self.precision, self.factor))
             self.log_det = self.curvature.log_det(self.precision, self.factor).cpu()
         if not (math.isfinite(square) and math.isfinite(float(self.log_det))):
@@ -205,6 +180,7 @@ class Mode:
         with torch.no_grad():
             count = self.curvature.chosen
             volume = 0.5 * count * math.log(2 * math.pi) - 0.5 * self.log_det
+            # elements outside of a subnetwork are points, which the evidence is given
             masks = {}
             if count < self.curvature.size:
                 masks = {n: v > 0 for n, v in self.curvature.variances(self.precision, self.factor).items()}
@@ -224,20 +200,8 @@ class Mode:
             model = model.with_settings(prior=model.prior.base)
         means = {n: self.weights[n] for n in self.names}
         points = {n: self.weights[n] for n in (*model.points, *model.buffers)}
-        return LaplacePosterior(
-            self.method,
-            model,
-            record,
-            CurvedGaussian(means, self.curvature, self.precision, self.scale),
-            points,
-            self.method.predictive,
-            self.evidence(),
-            self.report,
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The prior
+        law, predictive = CurvedGaussian(means, self.curvature, self.precision, self.scale), self.method.predictive
+        return LaplacePosterior(self.method, model, record, law, points, predictive, self.evidence(), self.report)
 
 
 class Relevance(Prior):
@@ -247,18 +211,15 @@ class Relevance(Prior):
         self.base, self.tau = base, precision
 
     def rule(self, name: str) -> Prior:
-        """That of the base."""
         return self.base.rule(name)
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:
-        """The normal log density of each element."""
         if name not in self.tau:
             return self.base.elementwise(name, weight)
         tau = self.tau[name].to(weight)
         return 0.5 * (tau / (2 * math.pi)).log() - 0.5 * tau * (weight - rule_centre(self.base, name, weight)).square()
 
     def draw(self, name: str, like: Tensor, generator: torch.Generator, draws: tuple[int, ...]) -> Tensor:
-        """Normal draws."""
         if name not in self.tau:
             return self.base.draw(name, like, generator, draws)
         noise = torch.randn((*draws, *like.shape), generator=generator, device=generator.device)
@@ -280,8 +241,8 @@ def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], stru
     Kronecker factors take the mean over a layer. Priors with heavy tails curve the other way far out; there it counts as 0. Under
     hierarchical priors it is E(τ | w), the curvature of the Gaussian that they are given their precisions.
     """
-    found = _expected_precisions(model, weights, names)
-    for name in (name for name in names if name not in found):
+    precisions = _expected_precisions(model, weights, names)
+    for name in (name for name in names if name not in precisions):
         leaf = weights[name].detach()
         if leaf.ndim and gaussian_rule(model.prior, name) and not isinstance(model.prior, Relevance):
             leaf = leaf[:1]  # its elements have one precision, and the fan-in is that of any row
@@ -291,33 +252,30 @@ def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], stru
             slope = torch.autograd.grad(total, leaf, create_graph=True)[0]
             second = torch.autograd.grad(slope.sum(), leaf, allow_unused=True)[0] if slope.requires_grad else None
         value = torch.zeros_like(leaf) if second is None else -second.detach()
-        negative = int((value < 0).sum())
-        if negative:
+        if negative := int((value < 0).sum()):
             log.warning(
                 "the prior of %s is not log-concave at %d of %d weights: it counts as flat there", name, negative, value.numel()
             )
-        value = value.clamp(min=0).to(weights[name].dtype)
-        found[name] = value
-    for name, value in found.items():
-        alike = bool(torch.isclose(value, value.flatten()[0], rtol=1e-6, atol=0).all())
-        if alike:
-            found[name] = value.flatten()[0].clone()  # and not the mean, which rounds
+        precisions[name] = value.clamp(min=0).to(weights[name].dtype)
+    for name, value in precisions.items():
+        if bool(torch.isclose(value, value.flatten()[0], rtol=1e-6, atol=0).all()):
+            precisions[name] = value.flatten()[0].clone()  # and not the mean, which rounds
         elif structure in ("kron", "ekfac"):
             log.warning("Kronecker factors take the mean curvature of the prior over %s", name)
-            found[name] = value.mean()
-    return found
+            precisions[name] = value.mean()
+    return precisions
 
 
 def _expected_precisions(model: Model, weights: Weights, names: tuple[str, ...]) -> Weights:
     """E(τ | w) of weights with hierarchical priors, shaped like them."""
-    found = {}
+    expected = {}
     for leaf in leaves(model.prior, {name: weights[name] for name in model.initial}):
         if isinstance(leaf.prior, Hierarchical):
             scaled = {n: weights[n].detach().double() * factor**0.5 for n, factor in leaf.factors.items()}
             for n, value in leaf.prior.expected_precision(scaled).items():
                 if n in names:
-                    found[n] = (value * leaf.factors[n]).expand(weights[n].shape).to(weights[n].dtype).contiguous()
-    return found
+                    expected[n] = (value * leaf.factors[n]).expand(weights[n].shape).to(weights[n].dtype).contiguous()
+    return expected
 
 
 def with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> Model:
@@ -325,9 +283,10 @@ def with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> 
     if any(value.ndim for value in precision.values()):
         base = model.prior.base if isinstance(model.prior, Relevance) else model.prior
         return model.with_settings(prior=Relevance(base, dict(precision)))
-    own = [(n, Gaussian(float(precision[n]) ** -0.5, centre(model, n))) for n in names]
+    tuned = [(n, Gaussian(float(precision[n]) ** -0.5, centre(model, n))) for n in names]
     rest = [(n, model.prior.rule(n)) for n in model.initial if n not in names]
-    return model.with_settings(prior=as_prior({n.replace("[", "[[]"): rule for n, rule in own + rest}))
+    # names stand for patterns in a mapping of priors, where a bracket would open a set
+    return model.with_settings(prior=as_prior({n.replace("[", "[[]"): rule for n, rule in tuned + rest}))
 
 
 def tunable_noise(model: Model) -> bool:
@@ -360,12 +319,9 @@ def widest_elements(diagonal: Curvature, precision: Weights, count: int) -> Tens
     return whole.topk(count).indices.sort().values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-
-
 def check_deterministic(model: Model, weights: Weights, data: Data) -> None:
     """Refuse networks that give other outputs the second time: they have no curvature."""
+    # two rows are enough: what is random differs in the first already
     x = next(iter(data.chunks(2))).x
     with torch.no_grad():
         first, second = (model.outputs(weights, take(x, slice(0, 2))) for _ in range(2))

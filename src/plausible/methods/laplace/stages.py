@@ -18,7 +18,7 @@ from plausible.core.data import Batch, Estimator, StreamData
 from plausible.core.data import run as run_passes
 from plausible.core.model import Model
 from plausible.core.weights import Weights, flatten, index, unflatten
-from plausible.engine.method import Plan, Run, Stage, Traits
+from plausible.engine.method import Info, Plan, Run, Stage, Traits
 from plausible.engine.passes import Pass, PassState
 from plausible.methods.laplace.mode import (
     Mode,
@@ -78,7 +78,7 @@ class Training(Stage):
             return GivenState(dict(model.initial), dict(model.buffers))
         return self.method.mode.start(model, run, key)
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         return (state, {}) if self.method.mode is None else self.method.mode.step(model, run, state, batch)
 
     def finished(self, state: Any) -> bool:
@@ -92,15 +92,11 @@ class Later(Stage):
     method: Laplace
 
     traits: ClassVar[Traits] = Traits(verb="sample", divisible=False, keeps_draws=False, mixed_precision=False)
+    most: ClassVar[int] = 1  # the most steps there can be
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        """On the rows that the training saw."""
+        # on the rows that the training saw
         return Plan(steps=self.most, per_epoch=self.most, batch_size=None, holdout=self.method.holdout)
-
-    @property
-    def most(self) -> int:
-        """The most steps there can be."""
-        return 1
 
     def ended(self, run: Run[Any]) -> bool:
         """Whether tuning ended before: what came then stands."""
@@ -119,11 +115,7 @@ class Later(Stage):
         return model.likelihood_names if below(TAU, run.before) and tunable_noise(model) else ()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# To the mode on all data
-
-
-class Way(NamedTuple):
+class Course(NamedTuple):
     """The model at hand, the weights to start from, those that move, how many iterations at most (0: none), examples at a time."""
 
     model: Model
@@ -133,40 +125,49 @@ class Way(NamedTuple):
     chunk: int = 0
 
 
-class PolishingState(NamedTuple):
-    descent: Descent
+class SettlingState(NamedTuple):
+    search: Any  # a tree of tensors that says when it is `over`
     iterations: Tensor
 
 
 @dataclass(frozen=True)
-class Polishing(Later):
+class Settling(Later):
+    """To the mode by iterations on all data; the `turn` is that among several settlings in a row."""
+
+    turn: int = 0
+
+    @property
+    def most(self) -> int:  # type: ignore[override]
+        return 1000 if self.method.polish is None else self.method.polish
+
+    def finished(self, state: SettlingState) -> bool:
+        return bool(state.search.over)
+
+
+@dataclass(frozen=True)
+class Polishing(Settling):
     """L-BFGS on the log joint of all data, in evaluation mode; the best weights that were met are kept.
 
     With dense structures of few weights only those move that are points, and `Climbing` follows, three times in turn.
     """
 
-    turn: int = 0
-
-    @property
-    def most(self) -> int:
-        return 1000 if self.method.polish is None else self.method.polish
-
-    def prepare(self, model: Model, run: Run[Any]) -> Way:
+    def prepare(self, model: Model, run: Run[Any]) -> Course:
         at, names = self.model(model, run), self.method.names(model, run.data)
         weights, held = self.weights(model, run), self.held(model, run)
         check_deterministic(at, weights, run.data)
         limit = 0 if self.ended(run) else self.method.iterations(model)
-        if self.method.climbs(model, names):
+        if self.method.climbs(model, names):  # the others climb
+            # only points are left for L-BFGS to move, and where there are none it has nothing to do
             limit = min(limit, 100) if set(model.initial) - set(names) - set(held) else 0
         elif self.turn:
             limit = 0
-        if isinstance(run.data, StreamData):
+        if isinstance(run.data, StreamData):  # each iteration reads all of the data again
             limit = min(limit, 10)
         # chosen once: it takes a forward pass of its own, a fifth of an iteration of a small network
         chunk = choose_chunk(at, weights, run.data, 0) if limit else 0
-        return Way(at, weights, tuple(n for n in model.initial if n not in held), limit, chunk)
+        return Course(at, weights, tuple(n for n in model.initial if n not in held), limit, chunk)
 
-    def _function(self, run: Run[Way]) -> Any:
+    def _function(self, run: Run[Course]) -> Any:
         way = run.prepared
         like = {name: way.weights[name] for name in way.free}
 
@@ -178,45 +179,38 @@ class Polishing(Later):
 
         return loss
 
-    def start(self, model: Model, run: Run[Way], key: Tensor) -> PolishingState:
+    def start(self, model: Model, run: Run[Course], key: Tensor) -> SettlingState:
         way, none = run.prepared, torch.zeros((), dtype=torch.int64)
         place = flatten({name: way.weights[name].detach() for name in way.free})
         if not way.limit:
+            # stages are listed before it is known which are needed: one that is not starts where it ends
             empty = begin_descent(place[:1], lambda at: (0.0, torch.zeros_like(at)), 1)
-            return PolishingState(empty._replace(over=torch.ones_like(empty.over)), none)
-        memory = 100 if place.numel() < 10**5 else 10
-        return PolishingState(begin_descent(place, self._function(run), memory), none)
+            return SettlingState(empty._replace(over=torch.ones_like(empty.over)), none)
+        memory = 100 if place.numel() < 10**5 else 10  # pairs of steps and slopes, each as large as the weights
+        return SettlingState(begin_descent(place, self._function(run), memory), none)
 
-    def step(
-        self, model: Model, run: Run[Way], state: PolishingState, batch: Batch
-    ) -> tuple[PolishingState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Course], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
         limit = run.prepared.limit
-        descent = descend(state.descent, self._function(run), 2 * limit)
+        descent: Descent = descend(state.search, self._function(run), 2 * limit)
         iterations = state.iterations + 1
         descent = descent._replace(over=descent.over | (iterations >= limit))
-        return PolishingState(descent, iterations), {"log_joint": -descent.best_loss * run.prepared.model.num_data}
+        return SettlingState(descent, iterations), {"log_joint": -descent.best_loss * run.prepared.model.num_data}
 
-    def finished(self, state: PolishingState) -> bool:
-        return bool(state.descent.over)
-
-    def kept(self, model: Model, run: Run[Way], state: PolishingState) -> Weights:
+    def kept(self, model: Model, run: Run[Course], state: SettlingState) -> Weights:
         way = run.prepared
-        if not way.limit or not bool(torch.isfinite(state.descent.best_loss)):
+        # weights from which no finite loss was met are no better than those before
+        if not way.limit or not bool(torch.isfinite(state.search.best_loss)):
             return run.before
-        moved = unflatten(state.descent.best, {name: way.weights[name] for name in way.free})
+        moved = unflatten(state.search.best, {name: way.weights[name] for name in way.free})
         return {**run.before, **named("", moved)}
-
-
-class ClimbingState(NamedTuple):
-    climb: Climb
-    iterations: Tensor
 
 
 class Ridge:
     """What a climb sees: the log joint, and the curvature where it last was, which a refused step asks for again."""
 
-    def __init__(self, way: Way, names: tuple[str, ...], method: Laplace, run: Run[Any]):
+    def __init__(self, way: Course, names: tuple[str, ...], method: Laplace, run: Run[Any]):
         self.way, self.names, self.run = way, names, run
+        # away from the mode a Hessian may be indefinite, and its steps lead down
         self.method = replace(method, curvature="ggn") if method.curvature == "hessian" else method
         self._known: tuple[Weights, Any] | None = None
 
@@ -224,6 +218,7 @@ class Ridge:
         return log_joint_gradient(self.way.model, weights, self.run.data)
 
     def curved(self, weights: Weights) -> tuple[Curvature, Weights, Tensor]:
+        # a refused step asks for the same curvature again, with more damping
         if self._known is None or any(not torch.equal(weights[n], value) for n, value in self._known[0].items()):
             estimator, finished = Mode.started(self.method, self.way.model, weights, self.run.data, self.names)
             mode = finished(run_passes(estimator, self.run.data))
@@ -232,57 +227,44 @@ class Ridge:
 
 
 @dataclass(frozen=True)
-class Climbing(Later):
+class Climbing(Settling):
     """Damped Gauss-Newton steps for dense structures of few weights."""
-
-    turn: int = 0
-
-    @property
-    def most(self) -> int:
-        return 1000 if self.method.polish is None else self.method.polish
 
     def prepare(self, model: Model, run: Run[Any]) -> Ridge:
         names = self.method.names(model, run.data)
         points = set(model.initial) - set(names) - set(self.held(model, run))
         active = self.method.climbs(model, names) and (self.turn == 0 or points) and not self.ended(run)
         limit = self.method.iterations(model) if active else 0
-        way = Way(self.model(model, run), self.weights(model, run), names, limit)
+        way = Course(self.model(model, run), self.weights(model, run), names, limit)
         return Ridge(way, names, self.method, run)
 
-    def start(self, model: Model, run: Run[Ridge], key: Tensor) -> ClimbingState:
+    def start(self, model: Model, run: Run[Ridge], key: Tensor) -> SettlingState:
         way, none = run.prepared.way, torch.zeros((), dtype=torch.int64)
         if not way.limit:
             number = torch.zeros((), dtype=torch.float64)
-            return ClimbingState(Climb({}, number, {}, number, number, torch.ones((), dtype=torch.bool)), none)
-        return ClimbingState(begin_climb(way.weights, run.prepared.joint), none)
+            return SettlingState(Climb({}, number, {}, number, number, torch.ones((), dtype=torch.bool)), none)
+        return SettlingState(begin_climb(way.weights, run.prepared.joint), none)
 
-    def step(
-        self, model: Model, run: Run[Ridge], state: ClimbingState, batch: Batch
-    ) -> tuple[ClimbingState, dict[str, Tensor]]:
-        new = climb(state.climb, run.prepared.curved, run.prepared.joint)
+    def step(self, model: Model, run: Run[Ridge], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
+        new = climb(state.search, run.prepared.curved, run.prepared.joint)
         iterations = state.iterations + 1
         new = new._replace(over=new.over | (iterations >= run.prepared.way.limit))
-        return ClimbingState(new, iterations), {"log_joint": new.value.double().cpu()}
+        return SettlingState(new, iterations), {"log_joint": new.value.double().cpu()}
 
-    def finished(self, state: ClimbingState) -> bool:
-        return bool(state.climb.over)
-
-    def kept(self, model: Model, run: Run[Ridge], state: ClimbingState) -> Weights:
-        return {**run.before, **named("", state.climb.weights)}
+    def kept(self, model: Model, run: Run[Ridge], state: SettlingState) -> Weights:
+        return {**run.before, **named("", state.search.weights)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# At the mode
-
-
-@dataclass(frozen=True)
-class Ranking(Later, Pass):
-    """A diagonal curvature, by which the elements with the largest variance are found."""
-
+class LaterPass(Later, Pass):
     traits: ClassVar[Traits] = Pass.traits
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return replace(Pass.plan(self, num_data, per_epoch), holdout=self.method.holdout)
+
+
+@dataclass(frozen=True)
+class Ranking(LaterPass):
+    """A diagonal curvature, by which the elements with the largest variance are found."""
 
     def estimator(self, model: Model, run: Run[Any]) -> Estimator[Curvature] | None:
         if self.ended(run):
@@ -303,18 +285,13 @@ class Ranking(Later, Pass):
 
 
 @dataclass(frozen=True)
-class AddingUp(Later, Pass):
+class AddingUp(LaterPass):
     """The curvature at the weights, and the evidence there; the best of all rounds so far is kept beside the last.
 
     Where the mode moves, the curvature does too, and the evidence may fall: each round is only the best at its own mode.
     """
 
     turn: int = 0
-
-    traits: ClassVar[Traits] = Pass.traits
-
-    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        return replace(Pass.plan(self, num_data, per_epoch), holdout=self.method.holdout)
 
     def prepare(self, model: Model, run: Run[Any]) -> dict[str, Any]:
         at, weights = self.model(model, run), self.weights(model, run)
@@ -352,6 +329,7 @@ class AddingUp(Later, Pass):
         if not isinstance(state.result, Mode):
             return {**run.before, ENDED: torch.ones(1, dtype=torch.bool)}
         now = state.result
+        # tuning goes on from the last mode; the posterior is made of the best
         best = below(BEST, run.before)
         tensors = now.tensors() | {f"tau.{n}": v for n, v in below(TAU, run.before).items()}
         others = {n: v for n, v in run.before.items() if not n.startswith((NOW, BEST))}
@@ -369,10 +347,6 @@ def restored(method: Laplace, model: Model, run: Run[Any], tensors: Mapping[str,
     return Mode.restored(method, at, run.data, names, mode)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hyper-parameters
-
-
 class TuningState(NamedTuple):
     precision: Weights
     weights: Weights
@@ -387,11 +361,12 @@ class Tuning(Later):
         names = self.method.names(model, run.data)
         like = below(f"{NOW}precision.", run.before)
         shaped = self.method.tune == "weight"
+        # the shapes of what will come, into which a checkpoint restores
         precision = {n: torch.zeros_like(model.initial[n] if shaped else like[n]) for n in names}
         weights = {name: value.clone() for name, value in self.weights(model, run).items()}
         return TuningState(precision, weights, torch.tensor(self.ended(run)))
 
-    def step(self, model: Model, run: Run[Any], state: TuningState, batch: Batch) -> tuple[TuningState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: TuningState, batch: Batch) -> tuple[TuningState, Info]:
         now = restored(self.method, model, run, below(NOW, run.before))
         try:
             precision, weights = now.tuned(self.method.tune)
@@ -434,18 +409,19 @@ class Online(Later):
         at = self.model(model, run).starting_at(self.weights(model, run))
         return Onward(at, self.mode.prepare(at, run))
 
-    def _own(self, run: Run[Onward]) -> Run[Any]:
+    def _inner(self, run: Run[Onward]) -> Run[Any]:
         return replace(run, prepared=run.prepared.inner)
 
     def start(self, model: Model, run: Run[Onward], key: Tensor) -> Any:
-        return self.mode.start(run.prepared.model, self._own(run), key)
+        return self.mode.start(run.prepared.model, self._inner(run), key)
 
-    def step(self, model: Model, run: Run[Onward], state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-        return self.mode.step(run.prepared.model, self._own(run), state, batch)
+    def step(self, model: Model, run: Run[Onward], state: Any, batch: Batch) -> tuple[Any, Info]:
+        return self.mode.step(run.prepared.model, self._inner(run), state, batch)
 
     def kept(self, model: Model, run: Run[Onward], state: Any) -> Weights:
         if self.ended(run):
             return run.before
+        # training moves the noise too, which was tuned to another value
         noise = {name: run.before[name] for name in self.held(model, run)}
-        moved = index(self.mode.kept(run.prepared.model, self._own(run), state), slice(0, 1))
+        moved = index(self.mode.kept(run.prepared.model, self._inner(run), state), slice(0, 1))
         return {**run.before, **moved, **noise}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -28,13 +27,16 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.methods.variational.bound import INDEPENDENT, Bound
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
     from plausible.testing import LinearGaussian
 
+Priors = dict[str, Quadratic | None]
+"""The prior of each random weight, where it is a quadratic."""
 POINTS = AdamW()
 """What moves the weights that are trained as points."""
 
@@ -80,12 +82,7 @@ class NaturalGradient(Method):
     microbatches: int = 1
     points_lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3))
 
-    traits: ClassVar[Traits] = Traits(
-        keeps_draws=False,
-        noisy=True,
-        tolerance=0.05,
-        bias="independent weights: each scale is that of the weight given all others",
-    )
+    traits: ClassVar[Traits] = replace(Bound.traits, divisible=True, bias=INDEPENDENT)
     positive: ClassVar[Positive] = staticmethod(retract)
 
     def __post_init__(self) -> None:
@@ -101,9 +98,8 @@ class NaturalGradient(Method):
         if not (isinstance(self.clip_radius, float | int) and self.clip_radius > 0):
             raise ValueError(f"{type(self).__name__}: clip_radius must be positive or inf, got {self.clip_radius!r}")
         if self.antithetic and self.samples % 2:
-            raise ValueError(
-                f"{type(self).__name__}: antithetic pairs need an even number of samples, got samples={self.samples}"
-            )
+            who = type(self).__name__
+            raise ValueError(f"{who}: antithetic pairs need an even number of samples, got samples={self.samples}")
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return plan_epochs(self, num_data, per_epoch)
@@ -111,6 +107,7 @@ class NaturalGradient(Method):
     def start(self, model: Model, run: Run[Any], key: Tensor) -> NaturalState:
         """Means at the module's weights, no momentum, the curvature at `initial_hessian` + δ."""
         weights, priors = clone(model.initial), gaussian_parts(model)
+        # curvatures are divided by, so that they are kept in float32 at least
         like = {name: weights[name].to(wide(weights[name])) for name in model.random}
         curvature = {n: torch.full_like(w, self.initial_hessian + decay_of(model, priors[n])) for n, w in like.items()}
         momentum = {name: torch.zeros_like(weight) for name, weight in like.items()}
@@ -119,24 +116,25 @@ class NaturalGradient(Method):
         optimiser = POINTS.init(points) if points else ()
         return NaturalState(weights, momentum, curvature, clone(model.buffers), optimiser, key, step)
 
-    def step(self, model: Model, run: Run[Any], state: NaturalState, batch: Batch) -> tuple[NaturalState, dict[str, Tensor]]:
-        """Draw weights, take the gradients there, move curvature and mean."""
+    def step(self, model: Model, run: Run[Any], state: NaturalState, batch: Batch) -> tuple[NaturalState, Info]:
         if self.microbatches > 1 and getattr(model, "team", None) is not None:
             raise ValueError(
                 f"{type(self).__name__}: microbatches={self.microbatches} with several ranks, which divide each batch already; "
                 "use microbatches=1, and more ranks or a smaller batch_size to save memory"
             )
-        ess, priors = model.num_data / model.temperature, gaussian_parts(model)
+        ess, priors = model.num_data / model.temperature, gaussian_parts(model)  # λ: how many examples the data are worth
         sigma = {name: deviation(s, ess) for name, s in state.curvature.items()}
         draws, estimates, buffers = [], [], state.buffers
         for noise in Noise.several(state.key, state.step, self.samples, antithetic=self.antithetic):
             draw = self._draw(model, state, sigma, priors, noise, batch, buffers)
+            # running statistics follow the draws one after the other
             buffers = draw.joint.buffers
             estimates.append(self.estimate(model, state, draw, noise, priors, batch))
             draws.append(draw)
         new = self._moved(model, run, state, draws, estimates, priors)
         likelihood = _mean([draw.joint.log_likelihood for draw in draws])
         means = {name: state.weights[name].to(s.dtype) for name, s in state.curvature.items()}
+        # for the record: the updates have the prior in closed form, or by its gradients
         expected, rest = expected_log_prior(model.prior, means, sigma)
         if rest:
             expected = expected + _mean([model.prior.log_prob(select(draw.weights, rest)) for draw in draws])
@@ -144,21 +142,12 @@ class NaturalGradient(Method):
         info = {"elbo": likelihood / model.temperature - kl, "log_likelihood": likelihood, "kl": kl}
         return new._replace(buffers=buffers, step=state.step + 1), info
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         """ĥ by name: an estimate of the second derivatives of the mean loss at this draw."""
         raise NotImplementedError
 
     def _draw(
-        self,
-        model: Model,
-        state: NaturalState,
-        sigma: Weights,
-        priors: Mapping[str, Quadratic | None],
-        noise: Noise,
-        batch: Batch,
-        buffers: Weights,
+        self, model: Model, state: NaturalState, sigma: Weights, priors: Priors, noise: Noise, batch: Batch, buffers: Weights
     ) -> Draw:
         """Draw w = m + σε and take the gradient of the mean loss there, priors that are not Gaussian included."""
         normal = noise.normals(state.curvature)
@@ -166,26 +155,20 @@ class NaturalGradient(Method):
         joint = in_parts(model, {**state.weights, **drawn}, batch, buffers, self.microbatches)
         gradients = {}
         for name, weight in drawn.items():
-            gradient, own = joint.grads[name].to(sigma[name].dtype), priors[name]
-            if own is not None and model.closed_precision is None:  # autograd has seen it: take it out again
-                gradient = gradient - own.precision / model.num_data * (weight - own.centre)
+            gradient, prior = joint.grads[name].to(sigma[name].dtype), priors[name]
+            if prior is not None and model.closed_precision is None:  # autograd has seen it: take it out again
+                gradient = gradient - prior.precision / model.num_data * (weight - prior.centre)
             gradients[name] = gradient
         return Draw(normal, drawn, joint, gradients)
 
     def _moved(
-        self,
-        model: Model,
-        run: Run[Any],
-        state: NaturalState,
-        draws: list[Draw],
-        estimates: list[Weights],
-        priors: Mapping[str, Quadratic | None],
+        self, model: Model, run: Run[Any], state: NaturalState, draws: list[Draw], estimates: list[Weights], priors: Priors
     ) -> NaturalState:
-        """The state with new weights, momentum and curvature."""
         weights, momentum, curvature = dict(state.weights), {}, {}
         lr = rate(self.lr, state.step, run.steps)
+        # once a step, and not inlined into the loop over each weight by the compiler
         correction = hold(bias_correction(self.beta1, state.step + 1))
-        for name, own in priors.items():
+        for name, prior in priors.items():
             weights[name], momentum[name], curvature[name] = descend(
                 state.weights[name],
                 state.momentum[name],
@@ -196,8 +179,8 @@ class NaturalGradient(Method):
                 correction=correction,
                 beta1=self.beta1,
                 beta2=self.beta2,
-                decay=decay_of(model, own),
-                centre=0.0 if own is None else own.centre,
+                decay=decay_of(model, prior),
+                centre=0.0 if prior is None else prior.centre,
                 damping=self.damping,
                 clip_radius=self.clip_radius,
                 positive=type(self).positive,
@@ -205,36 +188,27 @@ class NaturalGradient(Method):
         optimiser = state.optimiser
         if model.points:
             grads = {name: _mean([draw.joint.grads[name] for draw in draws]) for name in model.points}
-            moved, optimiser = POINTS.update(
-                select(state.weights, model.points),
-                grads,
-                optimiser,
-                rate(self.points_lr, state.step, run.steps),
-                draws[0].joint.l2,
-            )
+            points, rate_here = select(state.weights, model.points), rate(self.points_lr, state.step, run.steps)
+            moved, optimiser = POINTS.update(points, grads, optimiser, rate_here, draws[0].joint.l2)
             weights.update(moved)
         return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
 
     def kept(self, model: Model, run: Run[Any], state: NaturalState) -> Weights:
-        """None: draws are made when they are asked for."""
         return {}
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        """The exact mean, and the variances 1/Λ_ii: the optimum of independent Gaussians (Bishop 2006, §10.1.2)."""
-        mean, covariance = problem.posterior()
-        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+        return problem.mean_field()
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
-        """The means of the last step, and σ = 1/√(λs)."""
         ess = model.num_data / model.temperature
         state = fitted.state
+        # σ is no parameter of its own: it is read off the curvature
         scales = {name: deviation(s, ess).to(state.weights[name].dtype) for name, s in state.curvature.items()}
         law = DiagonalGaussian.of(model, fitted, scales, dict.fromkeys(scales, "weights"))
         return LawPosterior.of(self, model, fitted, law)
 
 
-def gaussian_parts(model: Model) -> dict[str, Quadratic | None]:
-    """The prior of each random weight as a quadratic, where it is one."""
+def gaussian_parts(model: Model) -> Priors:
     return {name: quadratic(model.prior, name, model.initial[name]) for name in model.random}
 
 
@@ -250,24 +224,19 @@ def in_parts(model: Model, weights: Weights, batch: Batch, buffers: Weights, par
     up to rounding. A centred Gaussian prior is left out of the gradient (`Joint.l2` has it).
     """
     rows = num_rows(batch.x)
-    scale = -model.temperature / model.num_data
+    settings: dict[str, Any] = {"train": True, "scale": -model.temperature / model.num_data, "leave_l2": True}
     parts = min(parts, rows)
-    total: Joint | None = None
+    if parts == 1:
+        return model.gradient(weights, batch, buffers=buffers, **settings)
+    likelihood: Any = 0.0
+    grads: Weights = {}
     for part in range(parts):
         first, last = rows * part // parts, rows * (part + 1) // parts
-        piece = batch if parts == 1 else select_rows(batch, slice(first, last))
-        joint = model.gradient(weights, piece, buffers=buffers, train=True, scale=scale, leave_l2=True)
-        buffers = joint.buffers
-        if parts == 1:
-            return joint
-        share = (last - first) / rows
-        grads = {name: share * grad for name, grad in joint.grads.items()}
-        if total is not None:
-            grads = {name: total.grads[name] + grad for name, grad in grads.items()}
-        before = 0.0 if total is None else total.log_likelihood
-        total = joint._replace(log_likelihood=before + share * joint.log_likelihood, grads=grads)
-    assert total is not None
-    return total
+        joint = model.gradient(weights, select_rows(batch, slice(first, last)), buffers=buffers, **settings)
+        buffers, share = joint.buffers, (last - first) / rows
+        likelihood = likelihood + share * joint.log_likelihood
+        grads = {name: share * grad + grads[name] if grads else share * grad for name, grad in joint.grads.items()}
+    return joint._replace(log_likelihood=likelihood, grads=grads)
 
 
 def _mean(values: list[Tensor]) -> Tensor:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from plausible.blocks.natural_gradients import Quadratic, price
+from plausible.blocks.natural_gradients import price
 from plausible.blocks.stochastic import Noise
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
-from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
+from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState, Priors
 
 
 @register
@@ -32,14 +31,10 @@ class IVON(NaturalGradient):
 
     name: ClassVar[str] = "ivon"
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
-        """ε ĝ/σ."""
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         ess = model.num_data / model.temperature
         return {name: price(e, draw.gradients[name], state.curvature[name], ess) for name, e in draw.noise.items()}
 
     @classmethod
     def conforming(cls) -> IVON:
-        """Full batches in antithetic pairs, the rate falling to nothing."""
         return cls(epochs=500, batch_size=None, lr=Cosine(0.2), beta2=0.99, clip_radius=math.inf, samples=4, antithetic=True)

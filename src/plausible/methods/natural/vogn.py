@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from plausible.blocks.natural_gradients import Positive, Quadratic, blend, price
+from plausible.blocks.natural_gradients import Positive, blend, price
 from plausible.blocks.stochastic import Noise
 from plausible.core import random
 from plausible.core.data import Batch, num_rows, select_rows
@@ -20,8 +19,8 @@ from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
 from plausible.core.transforms import transformed, value_and_gradient
 from plausible.core.weights import Weights, num_elements, select, tree_map
-from plausible.engine.method import Run
-from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState
+from plausible.engine.method import Run, check_choice
+from plausible.methods.natural.base import Draw, NaturalGradient, NaturalState, Priors
 
 AT_ONCE = 2**24
 """Numbers in the gradients of the examples that are held at once, where `chunk_size` does not say."""
@@ -35,13 +34,12 @@ class VOGN(NaturalGradient):
 
     Independent Gaussians over the weights by natural gradients, with the Gauss-Newton curvature of each example (Khan et al. 2018).
 
-    J_i are the derivatives of the outputs (and of the likelihood's own weights) of example i at the drawn weights, B_i the second
-    derivatives of −log p(y_i | outputs). `curvature="gauss-newton"` estimates the diagonal without bias as (Jᵀv)∘(JᵀBv) with
-    random signs v; "empirical" takes the squared gradients of the examples, as the papers do, which is not the curvature of a
-    quadratic loss: it grows and vanishes with the residuals. The examples see the network in evaluation mode (batch norm with its
-    running statistics, no dropout); the gradient for the mean is that of the whole batch in training mode. λ, δ, `lr` and priors
-    as in `IVON`. Cost: `samples` times one forward and backward pass for the batch, one forward and two backward passes
-    (empirical: one) for its examples; memory for the gradients of `chunk_size` examples.
+    J_i are the derivatives of the outputs (and of the likelihood's own weights) of example i at the drawn weights, B_i the
+    second derivatives of −log p(y_i | outputs). "gauss-newton" estimates the diagonal without bias as (Jᵀv)∘(JᵀBv) with random
+    signs v; "empirical" takes squared gradients, as the papers do, which is not the curvature of a quadratic loss. Examples
+    see the network in evaluation mode. λ, δ, `lr` and priors as in `IVON`. Cost: `samples` times a forward and backward pass
+    for the batch, and one forward and two backward passes (empirical: one) for its examples; memory for the gradients of
+    `chunk_size` examples.
     """
 
     curvature: Literal["gauss-newton", "empirical"] = "gauss-newton"
@@ -52,13 +50,11 @@ class VOGN(NaturalGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.curvature not in ("gauss-newton", "empirical"):
-            raise ValueError(f"VOGN: curvature must be 'gauss-newton' or 'empirical', got {self.curvature!r}")
+        check_choice(self, "curvature", ("gauss-newton", "empirical"))
         if self.chunk_size is not None:
             check_count(self, "chunk_size", at_least=1)
 
     def prepare(self, model: Model, run: Run[Any]) -> None:
-        """Find out whether single examples of this network have gradients."""
         example = next(iter(run.data.chunks(2)))
         fixed = {**select(model.initial, model.points), **model.buffers}
         try:
@@ -70,30 +66,30 @@ class VOGN(NaturalGradient):
                 f"{type(error).__name__}: {str(error).splitlines()[0]}; use IVON, which needs none"
             ) from error
 
-    def estimate(
-        self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Mapping[str, Quadratic | None], batch: Batch
-    ) -> Weights:
+    def estimate(self, model: Model, state: NaturalState, draw: Draw, noise: Noise, priors: Priors, batch: Batch) -> Weights:
         """The mean over the batch of the examples' curvatures, and ε∇/σ of the priors that are not Gaussian."""
         fixed = {**select(state.weights, model.points), **draw.joint.buffers}
-        found = self._of_examples(model, draw.weights, fixed, batch, noise)
+        estimates = self._of_examples(model, draw.weights, fixed, batch, noise)
         if (team := getattr(model, "team", None)) is not None:  # this rank has seen its part of the batch
-            found = team.average(num_rows(batch.x), found)
-        rest = [name for name, own in priors.items() if own is None]
+            estimates = team.average(num_rows(batch.x), estimates)
+        rest = [name for name, prior in priors.items() if prior is None]
         if rest:
             negative = lambda w: (-model.prior.log_prob(w) / model.num_data, ())  # noqa: E731
             _, _, slopes = value_and_gradient(negative, select(draw.weights, rest))
             ess = model.num_data / model.temperature
             for name in rest:
-                found[name] = found[name] + price(draw.noise[name], slopes[name], state.curvature[name], ess)
-        return found
+                estimates[name] = estimates[name] + price(draw.noise[name], slopes[name], state.curvature[name], ess)
+        return estimates
 
     def _of_examples(self, model: Model, weights: Weights, fixed: Weights, batch: Batch, noise: Noise) -> Weights:
         """Mean_i weight_i · ĥ_i, some examples at a time."""
         rows = num_rows(batch.x)
+        # a gradient for each example takes as many copies of the weights
         chunk = self.chunk_size or max(1, AT_ONCE // num_elements(weights))
         signs = {}
         if self.curvature == "gauss-newton":
             first = next(iter(weights.values()))
+            # one set of signs for the whole batch, cut into chunks: the estimate does not depend on their size
             signs[OUTPUTS] = noise.signs(OUTPUTS, [rows, *model.output_shape], first)
             for name in model.likelihood_names:
                 if name in weights:
@@ -102,8 +98,7 @@ class VOGN(NaturalGradient):
         for start in range(0, rows, chunk):
             part = select_rows(batch, slice(start, start + chunk))
             if signs:
-                own = {name: sign[start : start + chunk] for name, sign in signs.items()}
-                each = gauss_newton(model, weights, fixed, part, own)
+                each = gauss_newton(model, weights, fixed, part, {n: sign[start : start + chunk] for n, sign in signs.items()})
             else:
                 each = squared_gradients(model, weights, fixed, part)
             if part.weight is not None:
@@ -114,7 +109,6 @@ class VOGN(NaturalGradient):
 
     @classmethod
     def conforming(cls) -> VOGN:
-        """Full batches in antithetic pairs, the rate falling to nothing."""
         return cls(epochs=120, batch_size=None, lr=Cosine(0.4), beta2=0.9, clip_radius=math.inf, samples=2, antithetic=True)
 
 
@@ -144,6 +138,7 @@ def gauss_newton(model: Model, weights: Weights, fixed: Weights, batch: Batch, s
         first, second = torch.func.vmap(one, in_dims=(axes, 0), randomness="different")(batch, signs)
     else:
         rows = num_rows(batch.x)
+        # a copy of the weights for each example makes their gradients those of the examples, in one backward pass
         leaves = {name: w.detach().expand(rows, *w.shape).requires_grad_() for name, w in weights.items()}
         with torch.enable_grad():
             here = torch.func.vmap(place, randomness="different")(leaves, batch.x)
@@ -163,8 +158,8 @@ def squared_gradients(model: Model, weights: Weights, fixed: Weights, batch: Bat
 
     axes: Any = Batch(*(None if piece is None else 0 for piece in batch))  # type: ignore[arg-type]
     each = lambda row: value_and_gradient(loss, weights, fixed, row)[2]  # noqa: E731
-    found = torch.func.vmap(each, in_dims=(axes,), randomness="different")(batch)
-    return {name: grad * grad for name, grad in found.items()}
+    grads = torch.func.vmap(each, in_dims=(axes,), randomness="different")(batch)
+    return {name: grad * grad for name, grad in grads.items()}
 
 
 def _dot(one: Weights, other: Weights) -> Tensor:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.adversarial import input_range, with_neighbours
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone
-from plausible.engine.method import BatchSize, Fitted, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
-    from plausible.core.data import Batch
     from plausible.testing import LinearGaussian
 
 
@@ -37,12 +37,11 @@ class MAP(Method):
 
     The point of highest posterior density, found by stochastic gradients of −log p(w, D)/N.
 
-    One draw, no epistemic uncertainty: the yardstick that every other method must beat. The prior does the regularising
-    (a Gaussian one is L2 decay with the right constant); `optimiser=AdamW(weight_decay=…)` adds decoupled decay on top.
-    `epochs` None means 200 epochs, and on small data as many as 2,000 steps take. With `patience` a fraction `holdout` of the
-    data is set aside, and training stops after that many epochs without a better held-out log-likelihood, keeping the best
-    weights. `adversarial` ε > 0 adds to each batch its copy moved by ε of each input's range to where it is least likely, as
-    deep ensembles were proposed with. Cost: one forward and one backward pass a step, three with `adversarial`.
+    One draw, no epistemic uncertainty. The prior does the regularising; `optimiser=AdamW(weight_decay=…)` adds decoupled decay
+    on top. `epochs` None means 200, and on small data as many as 2,000 steps take. With `patience` a fraction `holdout` of the
+    data is set aside, and training stops after so many epochs without a better held-out log-likelihood. `adversarial` ε > 0
+    adds to each batch its copy moved by ε of each input's range to where it is least likely. Cost: one forward and one
+    backward pass a step, three with `adversarial`.
     """
 
     epochs: int | None = None
@@ -63,20 +62,19 @@ class MAP(Method):
             raise TypeError(
                 f"MAP: optimiser must be one of plausible.optimisers, such as AdamW() or SGD(), got {self.optimiser!r}"
             )
-        if self.patience is not None and (
-            isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1
-        ):
+        whole = isinstance(self.patience, int) and not isinstance(self.patience, bool)
+        if self.patience is not None and not (whole and self.patience >= 1):
             raise ValueError(f"MAP: patience must be a whole number of epochs of at least 1, or None, got {self.patience!r}")
         if not 0 < self.holdout < 1:
             raise ValueError(f"MAP: holdout must lie between 0 and 1, got {self.holdout}")
         check_number(self, "adversarial", at_least=0)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        # rows are set aside only where something is decided by them
         holdout = 0.0 if self.patience is None else self.holdout
         return plan_epochs(self, num_data, per_epoch, patience=self.patience, holdout=holdout)
 
     def prepare(self, model: Model, run: Run[Any]) -> Tensor | None:
-        """With `adversarial`, how far each input is moved."""
         return self.adversarial * input_range(run.data) if self.adversarial else None
 
     def start(self, model: Model, run: Run[Tensor | None], key: Tensor) -> MAPState:
@@ -84,13 +82,12 @@ class MAP(Method):
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return MAPState(weights, clone(model.buffers), self.optimiser.init(weights), step)
 
-    def step(self, model: Model, run: Run[Tensor | None], state: MAPState, batch: Batch) -> tuple[MAPState, dict[str, Tensor]]:
-        """One step down the gradient of −log p(w, D)/N."""
+    def step(self, model: Model, run: Run[Tensor | None], state: MAPState, batch: Batch) -> tuple[MAPState, Info]:
         if run.prepared is not None:
             batch = with_neighbours(model, state.weights, batch, state.buffers, run.prepared, train=True)
-        joint = model.gradient(
-            state.weights, batch, buffers=state.buffers, train=True, scale=-1.0 / model.num_data, leave_l2=True
-        )
+        # a centred Gaussian prior is left to the optimiser as L2 decay: no gradient of it is computed
+        scale = -1.0 / model.num_data
+        joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True, scale=scale, leave_l2=True)
         lr = rate(self.lr, state.step, run.steps)
         weights, optimiser = self.optimiser.update(state.weights, joint.grads, state.optimiser, lr, joint.l2)
         new = MAPState(weights, joint.buffers, optimiser, state.step + 1)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import Optimiser
 from plausible.core.schedules import Schedule, as_schedule, rate
+from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import BatchSize, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-
+INDEPENDENT = "independent weights: each scale is that of the weight given all others"
+"""What to expect of methods whose weights are independent, in words."""
 RHO = "rho of "
 """What the names of raw scales begin with, among the parameters."""
 
@@ -87,16 +88,17 @@ class Bound(Method):
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return BoundState(parameters, clone(model.buffers), self.optimiser.init(parameters), key, step)
 
-    def step(self, model: Model, run: Run[Any], state: BoundState, batch: Batch) -> tuple[BoundState, dict[str, Tensor]]:
+    def step(self, model: Model, run: Run[Any], state: BoundState, batch: Batch) -> tuple[BoundState, Info]:
         """One step up the gradient of the bound, divided by N."""
 
         def objective(
             parameters: Weights, part: Batch, buffers: Weights, key: Tensor, step: Tensor
         ) -> tuple[Tensor, tuple[dict[str, Tensor], Weights]]:
-            moving = {name: b.clone() for name, b in buffers.items()}
+            moving = {name: b.clone() for name, b in buffers.items()}  # batch norm writes into them
             bound, info, moved = self.estimate(model, run, parameters, part, moving, key, step)
             return -bound / model.num_data, ({n: value.detach() for n, value in info.items()}, moved)
 
+        # over N, so that learning rates mean the same for data of any size
         info, moved, grads = self._differentiated(objective, state.weights, batch, state.buffers, state.key, state.step)
         lr = rate(self.lr, state.step, run.steps)
         weights, optimiser = self.optimiser.update(state.weights, grads, state.optimiser, lr)
@@ -107,8 +109,20 @@ class Bound(Method):
         return info, moved, grads
 
     def kept(self, model: Model, run: Run[Any], state: BoundState) -> Weights:
-        """None: draws are made when they are asked for."""
-        return {}
+        return {}  # draws are made when they are asked for
+
+
+def check_sampling(method: Any) -> None:
+    """Checks of the settings that bounds estimated by draws of the weights share."""
+    who = type(method).__name__
+    check_count(method, "samples", at_least=1)
+    check_number(method, "initial_scale", above=0)
+    if not isinstance(method.kl_weights, str):
+        as_schedule(method.kl_weights, "kl_weights")
+    elif method.kl_weights not in ("uniform", "blundell"):
+        raise ValueError(f"{who}: kl_weights must be 'uniform', 'blundell', a number or a schedule, got {method.kl_weights!r}")
+    if method.antithetic and method.samples % 2:
+        raise ValueError(f"{who}: antithetic pairs need an even number of samples, got samples={method.samples}")
 
 
 def log_prior_of_points(model: Model, parameters: Weights) -> Tensor | float:

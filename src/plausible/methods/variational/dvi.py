@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import ByMoments, kl
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
-
-if TYPE_CHECKING:
-    from plausible.posteriors.base import Posterior
 
 
 @register
@@ -32,13 +30,11 @@ class DVI(ByMoments):
     Independent Gaussians over the weights by exact gradients of the evidence bound: means and covariances of activations are
     carried through the network, and nothing is sampled (Wu et al. 2019).
 
-    Linear layers are exact; activations get exact means and variances for Gaussian inputs (closed forms for ReLU and LeakyReLU,
-    quadrature for tanh and its kin), and covariances by the first `terms` terms of a series in the correlations.
-    `covariance="diagonal"` leaves covariances out. `empirical_bayes` gives each weight tensor the centred Gaussian prior of
-    variance s* = (Σ(μ² + σ²) + 2β)/(Ω + 2α + 2), Ω its number of weights, α and β the `shape` and `rate` of an inverse gamma law
-    of s. Over the first `warmup` of the steps the KL is weighted by a factor that rises to 1. With `batch_size=None` the result is
-    the same for every seed. Cost a step, for a batch of B and layers of width D: B·D³ with covariances, B·D² without; memory:
-    B·D² numbers a layer.
+    Linear layers are exact; activations get exact means and variances for Gaussian inputs, and covariances by the first
+    `terms` terms of a series in the correlations; `covariance="diagonal"` leaves them out. `empirical_bayes` gives each weight
+    tensor the centred Gaussian prior of variance s* = (Σ(μ² + σ²) + 2β)/(Ω + 2α + 2), Ω its number of weights, α and β the
+    `shape` and `rate` of an inverse gamma law. Over the first `warmup` of the steps the KL's weight rises to 1. Cost a step,
+    for a batch of B and layers of width D: B·D³ with covariances, B·D² without; memory: B·D² numbers a layer.
     """
 
     epochs: int | None = None
@@ -57,8 +53,7 @@ class DVI(ByMoments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("full", "diagonal"):
-            raise ValueError(f"DVI: covariance must be 'full' or 'diagonal', got {self.covariance!r}")
+        check_choice(self, "covariance", ("full", "diagonal"))
         check_count(self, "terms", at_least=1)
         check_number(self, "shape", above=0)
         check_number(self, "rate", above=0)
@@ -71,12 +66,13 @@ class DVI(ByMoments):
         """KL(q ‖ p); with `empirical_bayes` KL(q ‖ N(0, s*)) − log p(s*) for each weight tensor of the network."""
         if not self.empirical_bayes:
             return kl("DVI", model, means, scales)
-        own = [name for name in means if not name.startswith("likelihood.")]
-        if any(not model.prior.rule(name).precision for name in own):
+        network = [name for name in means if not name.startswith("likelihood.")]
+        if any(not model.prior.rule(name).precision for name in network):
             raise ValueError("DVI: empirical_bayes replaces the scales of centred Gaussian priors, and this prior is another")
-        rest = [name for name in means if name not in own]
-        cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, own))
-        for name in own:
+        rest = [name for name in means if name not in network]
+        cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, network))
+        for name in network:
+            # s* maximises the bound in closed form, for each weight tensor
             squares, count = (means[name].square() + scales[name].square()).sum(), means[name].numel()
             s = (squares + 2 * self.rate) / (count + 2 * self.shape + 2)
             density = 0.5 * count * (math.log(2 * math.pi) + s.log()) + 0.5 * squares / s
@@ -86,7 +82,6 @@ class DVI(ByMoments):
 
     @classmethod
     def conforming(cls) -> DVI:
-        """All data at once, the rate falling to nothing."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.05))
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:

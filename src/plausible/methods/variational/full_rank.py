@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from plausible.blocks.families.gaussian import FullRankFamily
-from plausible.core.memory import require_memory
-from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
-from plausible.core.weights import Weights, num_elements, select
+from plausible.core.weights import Weights, num_elements
 from plausible.engine.method import Traits
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
@@ -33,21 +31,13 @@ class FullRank(Reparameterised):
     )
 
     def family(self, weights: Weights) -> FullRankFamily:
-        """Over all weights flattened."""
         return FullRankFamily(weights)
 
-    def check_size(self, model: Model) -> None:
-        """The factor, its gradient and the optimiser's state."""
-        chosen = select(model.initial, model.random)
-        size, width = num_elements(chosen), max(w.element_size() for w in chosen.values())
-        require_memory(
-            COPIES * width * size * size,
-            next(iter(chosen.values())).device,
-            f"FullRank: a covariance factor of {size:,} × {size:,} for all random weights (where='last' infers fewer, "
-            "LowRank and MatrixNormal store less)",
-        )
+    def memory(self, weights: Weights) -> tuple[int, str]:
+        size, width = num_elements(weights), max(w.element_size() for w in weights.values())
+        words = f"a covariance factor of {size:,} × {size:,} for all random weights (where='last' infers fewer, "
+        return COPIES * width * size * size, f"{words}LowRank and MatrixNormal store less)"
 
     @classmethod
     def conforming(cls) -> FullRank:
-        """Full batches and a gradient without noise at the optimum."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)

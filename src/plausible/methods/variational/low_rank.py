@@ -11,11 +11,9 @@ from torch import Tensor
 from plausible.blocks.families.gaussian import LowRankFamily
 from plausible.blocks.variational import maximise
 from plausible.core import random
-from plausible.core.memory import require_memory
-from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, register
-from plausible.core.weights import Weights, num_elements, select
+from plausible.core.weights import Weights, num_elements
 from plausible.engine.method import Traits
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
@@ -47,35 +45,30 @@ class LowRank(Reparameterised):
         check_count(self, "rank", at_least=1)
 
     def family(self, weights: Weights) -> LowRankFamily:
-        """Over all weights flattened."""
         return LowRankFamily(weights, self.rank)
 
-    def check_size(self, model: Model) -> None:
-        """The directions, their gradient and the optimiser's state."""
-        chosen = select(model.initial, model.random)
-        size, width = num_elements(chosen), max(w.element_size() for w in chosen.values())
-        require_memory(
-            COPIES * width * size * self.rank,
-            next(iter(chosen.values())).device,
-            f"LowRank: {self.rank:,} directions of {size:,} random weights (lower rank, or where='last' infers fewer)",
-        )
+    def memory(self, weights: Weights) -> tuple[int, str]:
+        size, width = num_elements(weights), max(w.element_size() for w in weights.values())
+        words = f"{self.rank:,} directions of {size:,} random weights (lower rank, or where='last' infers fewer)"
+        return COPIES * width * size * self.rank, words
 
     @classmethod
     def conforming(cls) -> LowRank:
-        """Full batches and a gradient without noise at the optimum; two directions make any covariance of three weights."""
+        # two directions make any covariance of three weights
         return cls(rank=2, epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The exact mean, and the D² + U Uᵀ that maximises ½ log det S − ½ tr ΛS: the exact covariance from rank dims − 1 on."""
         mean, covariance = problem.posterior()
+        # a diagonal and d − 1 directions make any covariance of d weights
         if self.rank >= len(mean) - 1:
             return mean, covariance
         precision = torch.linalg.inv(covariance)
         family = self.family({"w": mean})
 
         def bound(theta: Weights) -> Tensor:
-            own = family.covariance(theta)
-            return 0.5 * torch.logdet(own) - 0.5 * (precision * own).sum()
+            spread = family.covariance(theta)
+            return 0.5 * torch.logdet(spread) - 0.5 * (precision * spread).sum()
 
         start = family.start({"w": mean}, float(precision.diagonal().rsqrt().mean()), random.key(0))
         return mean, family.covariance(maximise(bound, start))

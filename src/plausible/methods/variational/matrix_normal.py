@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from plausible.blocks.families.gaussian import MatrixNormalFamily
-from plausible.core.memory import require_memory
-from plausible.core.model import Model
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import register
-from plausible.core.weights import Weights, select
-from plausible.engine.method import Traits
+from plausible.core.weights import Weights
+from plausible.engine.method import Traits, check_choice
 from plausible.methods.variational.reparameterised import COPIES, Reparameterised
 
 if TYPE_CHECKING:
@@ -43,39 +40,24 @@ class MatrixNormal(Reparameterised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("full", "diagonal"):
-            raise ValueError(f"MatrixNormal: covariance must be 'full' or 'diagonal', got {self.covariance!r}")
+        check_choice(self, "covariance", ("full", "diagonal"))
 
     def family(self, weights: Weights) -> MatrixNormalFamily:
-        """One matrix normal for each weight."""
         return MatrixNormalFamily(weights, self.covariance)
 
-    def check_size(self, model: Model) -> None:
-        """The factors, their gradients and the optimiser's state."""
-        if self.covariance == "diagonal":
-            return
-        chosen = select(model.initial, model.random)
-        sizes = {
-            name: (n * n + p * p) * chosen[name].element_size()
-            for name, (n, p) in ((name, shape) for name, shape in self.family(chosen).shapes.items() if shape)
-        }
-        if sizes:
-            largest = max(sizes, key=lambda name: sizes[name])
-            require_memory(
-                COPIES * sum(sizes.values()),
-                next(iter(chosen.values())).device,
-                f"MatrixNormal: full covariances of rows and columns, the largest for {largest!r} of shape "
-                f"{tuple(chosen[largest].shape)} (covariance='diagonal' needs hardly any)",
-            )
+    def memory(self, weights: Weights) -> tuple[int, str]:
+        shapes = {name: shape for name, shape in self.family(weights).shapes.items() if shape}
+        if self.covariance == "diagonal" or not shapes:
+            return 0, ""
+        sizes = {name: (n * n + p * p) * weights[name].element_size() for name, (n, p) in shapes.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        words = f"full covariances of rows and columns, the largest for {largest!r} of shape {tuple(weights[largest].shape)}"
+        return COPIES * sum(sizes.values()), f"{words} (covariance='diagonal' needs hardly any)"
 
     @classmethod
     def conforming(cls) -> MatrixNormal:
-        """Full batches and a gradient without noise at the optimum."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        """The exact posterior, since the weight has one row; with diagonal covariances the variances 1/Λ_ii."""
-        mean, covariance = problem.posterior()
-        if self.covariance == "full":
-            return mean, covariance
-        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+        # the weight has one row, whose covariance is then all there is
+        return problem.posterior() if self.covariance == "full" else problem.mean_field()

@@ -15,13 +15,15 @@ from plausible.blocks.moments.networks import Link
 from plausible.blocks.variational import entropy
 from plausible.core import likelihoods
 from plausible.core import weights as tree
+from plausible.core.data import as_data
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, select
-from plausible.engine.method import BatchSize, Fitted, Run
+from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import PRIOR, ByMoments, kl
+from plausible.posteriors.gaussian_integrals import unscaled
 from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
 from plausible.posteriors.saving import Content
@@ -38,13 +40,12 @@ class MDL(ByMoments):
     expected error (Hinton & van Camp 1993).
 
     For networks with one hidden layer (or none) and Gaussian noise. Given x the hidden units are independent, so that mean and
-    variance of the outputs follow from those of each unit: by closed forms for ReLU, LeakyReLU and linear units, by quadrature for
-    tanh, sigmoid and their kin. Weights are sent as noisy values, at KL(q ‖ coding prior) nats by bits-back coding. `coding` is
-    "gaussian" (for each weight tensor a centred Gaussian of the best variance, mean(μ² + σ²)), "mixture" (`components` Gaussians
-    shared by all weights, which adapt to them) or "prior" (the model's as it stands; then this is mean-field inference). The
-    likelihood's own weights are always coded by the prior. Over the first `warmup` of the steps the cost of the weights is weighted
-    by a factor that rises to 1: an adaptive coding prior otherwise shrinks with the weights before they have learned anything.
-    With `batch_size=None` the result is the same for every seed. Cost a step: two forward and backward passes.
+    variance of the outputs follow from those of each unit. Weights are sent as noisy values, at KL(q ‖ coding prior) nats by
+    bits-back coding. `coding` is "gaussian" (for each weight tensor a centred Gaussian of the best variance, mean(μ² + σ²)),
+    "mixture" (`components` Gaussians shared by all weights, which adapt to them) or "prior" (the model's; then this is
+    mean-field inference). Over the first `warmup` of the steps the weights' cost rises to its full size, since an adaptive
+    coding prior otherwise shrinks with the weights before they have learned anything. Cost a step: two forward and backward
+    passes.
     """
 
     epochs: int | None = None
@@ -62,12 +63,10 @@ class MDL(ByMoments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.coding not in ("gaussian", "mixture", "prior"):
-            raise ValueError(f"MDL: coding must be 'gaussian', 'mixture' or 'prior', got {self.coding!r}")
+        check_choice(self, "coding", ("gaussian", "mixture", "prior"))
         check_count(self, "components", at_least=2)
 
     def check_layers(self, model: Model, layers: tuple[Link, ...]) -> None:
-        """One hidden layer at most, and Gaussian noise: what the expected error is exact for."""
         kinds = [type(layer.module) for layer in layers if type(layer.module) is not nn.Flatten]
         hidden = [kind for i, kind in enumerate(kinds) if not (kind is nn.BatchNorm1d and i == 1)]
         plain = [kind for kind in hidden if kind not in RULES]
@@ -77,16 +76,13 @@ class MDL(ByMoments):
                 f"MDL: the network is {words}, expected Linear–activation–Linear: one hidden layer, for which the expected error "
                 "is exact; DVI takes deeper ones"
             )
-        likelihood = model.likelihood
-        while isinstance(likelihood, likelihoods.Scaled):
-            likelihood = likelihood.likelihood
+        likelihood = unscaled(model.likelihood)
         if not isinstance(likelihood, likelihoods.Gaussian):
             raise ValueError(
                 f"MDL: the likelihood is {type(likelihood).__name__}, expected Gaussian, whose expected squared error is exact; "
                 "DVI takes other likelihoods"
             )
-        own = [name for name in model.random if not name.startswith("likelihood.")]
-        if self.coding != "prior" and any(not model.prior.rule(name).precision for name in own):
+        if self.coding != "prior" and any(not model.prior.rule(name).precision for name in _coded(model.random)):
             raise ValueError(
                 f"MDL: coding={self.coding!r} replaces the centred Gaussian prior of the weights by one that fits them, and this "
                 "prior is another: use coding='prior'"
@@ -98,6 +94,7 @@ class MDL(ByMoments):
             return {}
         values = torch.cat([model.initial[name].flatten() for name in _coded(model.random)])
         scale = values.square().mean().sqrt().clamp_min(1e-2)
+        # components spread over two standard deviations of the weights, so that each has some to hold
         places = torch.linspace(-1, 1, self.components, dtype=values.dtype, device=values.device)
         return {
             "logits": torch.zeros_like(places),
@@ -109,20 +106,19 @@ class MDL(ByMoments):
         """The nats that the weights cost, by the coding prior."""
         if self.coding == "prior":
             return kl("MDL", model, means, scales)
-        own = _coded(means)
-        rest = [name for name in means if name not in own]
+        coded = _coded(means)
+        rest = [name for name in means if name not in coded]
         cost = kl("MDL", model, select(means, rest), select(scales, rest))
         if self.coding == "mixture":
-            each = [mixture_cost(means[n], scales[n], prior, model.temperature).sum() for n in own]
+            each = [mixture_cost(means[n], scales[n], prior, model.temperature).sum() for n in coded]
             return cost + torch.stack(each).sum()
-        fits = [0.5 * means[n].numel() * (means[n].square() + scales[n].square()).mean().log() for n in own]
-        count = sum(means[n].numel() for n in own)
+        fits = [0.5 * means[n].numel() * (means[n].square() + scales[n].square()).mean().log() for n in coded]
+        count = sum(means[n].numel() for n in coded)
         expected = -torch.stack(fits).sum() - count * (HALF_LOG_2PI + 0.5)
-        return cost - entropy(select(scales, own)) - expected / model.temperature
+        return cost - entropy(select(scales, coded)) - expected / model.temperature
 
     @classmethod
     def conforming(cls) -> MDL:
-        """The prior as it stands, the rate falling to nothing."""
         return cls(epochs=400, batch_size=None, lr=Cosine(0.05), coding="prior")
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> CodedPosterior:
@@ -160,7 +156,6 @@ class DescriptionLength(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both."""
         return self.data + self.weights
 
     @property
@@ -201,8 +196,6 @@ class CodedPosterior(MomentsPosterior):
                 misfits = -self.history["log_likelihood"][-1]
                 count = model.num_data * math.prod(model.likelihood.target_shape((1, *model.output_shape)))
             else:
-                from plausible.core.data import as_data
-
                 first = next(iter(model.initial.values()))
                 given = as_data(data, dtype=first.dtype, device=first.device).all()
                 y = model.likelihood.check((len(given.y), *model.output_shape), given.y, mask=given.mask)
@@ -213,6 +206,7 @@ class CodedPosterior(MomentsPosterior):
                 count = y.numel() if given.mask is None else int(given.mask.sum())
                 misfits = -float(expected) / scale
         if precision is not None:
+            # a number written to a step h takes −log(density · h) nats
             misfits -= count * math.log(precision)
         return DescriptionLength(misfits, weights)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from plausible.blocks.families.radial import RadialFamily
@@ -26,10 +25,9 @@ class Radial(Reparameterised):
 
     Weights around their mean in a random direction at a normal distance, for each weight tensor (Farquhar, Osborne & Gal 2020).
 
-    A Gaussian in d dimensions lies at a distance of about √d scales from its mean, and one draw of it is noisy; here a draw is near
-    the mean as often as a single normal number is near 0. Entropy and log density are exact, Jacobian included, so that the KL is
-    in nats. `posterior.scales` are those of single weights, σ/√d; `initial_scale` is their start. Cost: that of
-    `MeanField(estimator="weights")`.
+    A Gaussian in d dimensions lies at about √d scales from its mean; here a draw is as near as a single normal number is to 0.
+    Entropy and log density are exact, Jacobian included. `posterior.scales` are those of single weights, σ/√d; `initial_scale`
+    is their start. Cost: that of `MeanField(estimator="weights")`.
     """
 
     name: ClassVar[str] = "radial"
@@ -39,19 +37,12 @@ class Radial(Reparameterised):
     )
 
     def family(self, weights: Weights) -> RadialFamily:
-        """One radial law for each weight tensor."""
         return RadialFamily(weights)
 
     @classmethod
     def conforming(cls) -> Radial:
-        """Full batches, so that noise comes from the weights alone, the rate falling to nothing."""
         return cls(epochs=500, batch_size=None, lr=Cosine(0.05), samples=4, antithetic=True, initial_scale=0.1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        """The exact mean, and the variances σ²/d = 1/Λ_ii.
-
-        The bound of a quadratic log joint is −½ Σ Λ_ii σ_i²/d + Σ log σ_i up to a constant: that of independent Gaussians with
-        these variances.
-        """
-        mean, covariance = problem.posterior()
-        return mean, torch.diag(1 / torch.linalg.inv(covariance).diagonal())
+        # the bound of a quadratic log joint is −½ Σ Λ_ii σ_i²/d + Σ log σ_i up to a constant: that of independent Gaussians
+        return problem.mean_field()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ class Rank1(Reparameterised):
 
     Shared weights trained as points, times Gaussian rank-one factors, in several components (Dusenberry et al. 2020).
 
-    For each random weight with two axes or more s_k multiplies its outputs and r_k its inputs (the channels of convolutions), with
-    prior N(1, prior_scale²); W and all other weights are points under the model's prior, biases one for each component with
-    `biases`. Every step passes its whole batch through every component, and the draws of the posterior are from the components in
-    turn. The KL counts s and r: an average over components, at least that of their mixture. Cost: `components` × `samples` forward
-    and backward passes a step, and n + p more means and scales for each component and weight [n, p].
+    For each random weight with two axes or more s_k multiplies its outputs and r_k its inputs (the channels of convolutions),
+    with prior N(1, prior_scale²); W and all other weights are points under the model's prior, biases one for each component
+    with `biases`. Every step passes its whole batch through every component; draws are from the components in turn. Cost:
+    `components` × `samples` forward and backward passes a step, and n + p more means and scales for each component and weight
+    [n, p].
     """
 
     components: int = 4
@@ -58,22 +58,13 @@ class Rank1(Reparameterised):
             raise TypeError(f"Rank1: biases must be True or False, got {self.biases!r}")
 
     def family(self, weights: Weights) -> RankOneFamily:
-        """Factors for each matrix and kernel."""
         return RankOneFamily(weights, self.components, self.prior_scale, self.spread, self.biases)
 
     @classmethod
     def conforming(cls) -> Rank1:
-        """Full batches; two components, which find the same optimum where there is one."""
-        return cls(
-            components=2,
-            epochs=300,
-            batch_size=None,
-            lr=Cosine(0.1),
-            samples=2,
-            antithetic=True,
-            initial_scale=0.05,
-            spread=0.02,
-        )
+        # Full batches; two components, which find the same optimum where there is one
+        narrow: dict[str, Any] = {"initial_scale": 0.05, "spread": 0.02}
+        return cls(components=2, epochs=300, batch_size=None, lr=Cosine(0.1), samples=2, antithetic=True, **narrow)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """Mean and covariance of W ∘ (s rᵀ) at the maximum of the bound, whose likelihood needs the first two moments alone."""
@@ -96,5 +87,6 @@ class Rank1(Reparameterised):
             points = one.log_prior_of_points(prior, theta)
             return -0.5 * (example * squares).sum() / problem.noise**2 - one.closed(prior, theta).value + points
 
+        # there is no closed form: the bound is maximised, in float64 and without sampling
         start = one.start(dict(one.like), self.initial_scale, random.key(0))
         return moments(maximise(bound, start))

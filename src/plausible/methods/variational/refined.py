@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,17 @@ from torch import Tensor
 from plausible.blocks.refinement import Guess, Slopes, log_initial, refine, refined_group, slope_in_training
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy
-from plausible.core.data import ArrayData, StreamData
+from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
-from plausible.engine.method import BatchSize, Fitted, Plan, Run, Stage, Traits
+from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits, check_choice
 from plausible.methods.variational.bound import Bound, BoundState, Terms
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.posteriors.base import Posterior
 
 SCALE, STEP = "log scale of ", "log step size"
 
@@ -38,13 +35,11 @@ class Refined(Bound):
 
     Independent Gaussians whose draws are refined by a few sampler steps inside the bound (VIS, Gallego & Ríos Insua 2021).
 
-    A refinement is a Langevin step (`sampler="sgld"`) or a trajectory of `leapfrog` steps ("hmc"), in units of q₀'s scales:
-    w + ½ε²σ²∘∇ log p(w, D) + εσ∘r with r ~ N(0, I). The gradient of the log joint is part of the objective, which is
-    differentiated through it. With `entropy="extended"` that is E log W, W = p(w_T, D) Π N(r'_t) / (q₀(w_0) Π N(r_t)), r'_t the
-    momentum at the end: a bound on the evidence, of all refined and auxiliary variables (Salimans et al. 2015). With "initial" it
-    is the paper's E log p(w_T, D) + H(q₀), which ignores what the sampler does to the entropy and bounds nothing. The result is
-    `draws_kept` refined draws, on all data where batches are the whole data and else each on a batch of its own, with `further`
-    refinements beyond the T of the bound: Metropolis-adjusted on all data, as they are on batches. Cost:
+    A refinement is a Langevin step (`sampler="sgld"`) or a trajectory of `leapfrog` steps ("hmc"), in units of q₀'s scales: w
+    + ½ε²σ²∘∇ log p(w, D) + εσ∘r with r ~ N(0, I); the objective is differentiated through it. With `entropy="extended"` that
+    is E log W, W = p(w_T, D) Π N(r'_t) / (q₀(w_0) Π N(r_t)), r'_t the momentum at the end: a bound on the evidence (Salimans
+    et al. 2015). With "initial" it is the paper's E log p(w_T, D) + H(q₀), which bounds nothing. The result is `draws_kept`
+    refined draws, on all data where batches are, with `further` refinements: Metropolis-adjusted on all data. Cost:
     `samples`·(1 + T·leapfrog) gradients a step, differentiated.
     """
 
@@ -64,14 +59,8 @@ class Refined(Bound):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     name: ClassVar[str] = "refined"
-    traits: ClassVar[Traits] = Traits(
-        divisible=False,
-        keeps_draws=False,
-        noisy=True,
-        mixed_precision=False,
-        tolerance=0.1,
-        bias="independent weights, as far as the refinements do not make up for it",
-    )
+    bias: ClassVar[str] = "independent weights, as far as the refinements do not make up for it"
+    traits: ClassVar[Traits] = replace(Bound.traits, mixed_precision=False, tolerance=0.1, bias=bias)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,9 +68,8 @@ class Refined(Bound):
             check_count(self, name, at_least=least)
         check_number(self, "step_size", above=0)
         check_number(self, "initial_scale", above=0)
-        for name, known in (("sampler", ("sgld", "hmc")), ("entropy", ("extended", "initial"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"Refined: {name} must be '{known[0]}' or '{known[1]}', got {getattr(self, name)!r}")
+        check_choice(self, "sampler", ("sgld", "hmc"))
+        check_choice(self, "entropy", ("extended", "initial"))
         if not isinstance(self.learn_step_size, bool):
             raise TypeError(f"Refined: learn_step_size must be True or False, got {self.learn_step_size!r}")
 
@@ -91,17 +79,14 @@ class Refined(Bound):
         return self.leapfrog if self.sampler == "hmc" else 1
 
     def stages(self) -> tuple[Stage, ...]:
-        """The bound is maximised; then draws are refined."""
         return (self, Refining(self))
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
-        """Means at the module's weights, narrow scales."""
         weights = clone(model.initial)
         scales = {SCALE + name: torch.full_like(weights[name], math.log(self.initial_scale)) for name in model.random}
-        first = next(iter(weights.values()))
         learnt = {}
         if self.learn_step_size and self.refinements:
-            learnt = {STEP: torch.full((), math.log(self.step_size), dtype=first.dtype, device=first.device)}
+            learnt = {STEP: next(iter(weights.values())).new_full((), math.log(self.step_size))}
         return {**weights, **scales, **learnt}
 
     def estimate(
@@ -112,6 +97,7 @@ class Refined(Bound):
         scales = {name: parameters[SCALE + name].exp() for name in names}
         given = torch.full_like(next(iter(means.values())).flatten()[0].detach(), math.log(self.step_size))
         step_size = parameters.get(STEP, given).exp()
+        # differentiable itself: the objective is differentiated through the sampler's gradients
         slope = slope_in_training(model, points, buffers, batch)
         bounds, values, moved = [], [], buffers
         for noise in Noise.several(key, step, self.samples):
@@ -142,7 +128,7 @@ class Refined(Bound):
 
     @classmethod
     def conforming(cls) -> Refined:
-        """Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior."""
+        # Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior
         return cls(epochs=250, batch_size=None, lr=Cosine(0.05), refinements=1, initial_scale=0.1, draws_kept=1000, further=30)
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
@@ -186,6 +172,7 @@ class Refining(Stage):
         step_size = float(left[STEP].exp()) if STEP in left else method.step_size
         guess = Guess(means, scales, step_size, method.refinements, method.trajectory)
         size = None if isinstance(data, StreamData) else method.plan(data.num_data).batch_size
+        # on all data refinements have a known target, and importance weights give the evidence
         whole = isinstance(data, ArrayData) and size in (None, data.num_data)
         slopes = Slopes(model, select(left, (*model.points, *model.buffers)), data, whole=whole, size=size)
         return Sources(guess, slopes, slopes.group(method.draws_kept, num_elements(means)))
@@ -196,11 +183,9 @@ class Refining(Stage):
         zero = torch.zeros((), dtype=torch.int64)
         return RefiningState(draws, torch.zeros(count, dtype=torch.float64), zero, zero.clone(), key.clone())
 
-    def step(
-        self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch
-    ) -> tuple[RefiningState, dict[str, Tensor]]:
-        """The next group."""
+    def step(self, model: Model, run: Run[Sources], state: RefiningState, batch: Batch) -> tuple[RefiningState, Info]:
         sources, done, number = run.prepared, int(state.done), int(state.groups)
+        # the key as one whole number, from which the noise of groups is seeded
         high, low = state.key.tolist()
         count = min(sources.group, self.method.draws_kept - done)
         drawn, log_weights = refined_group(
@@ -219,6 +204,7 @@ class Refining(Stage):
         """Draws by name with those of points and buffers, log W, and q₀ with its sampler: what the posterior is made of."""
         guess, fixed, done = run.prepared.guess, run.prepared.slopes.fixed, int(state.done)
         left = {name: value[:done] for name, value in state.draws.items()}
+        # points and buffers are the same in every draw, and take no memory for it
         left |= {name: value.expand(done, *value.shape) for name, value in fixed.items()}
         left[LOG_WEIGHTS] = state.log_weights[:done]
         left |= {f"{MEAN}{name}": value.unsqueeze(0) for name, value in guess.means.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,18 +11,16 @@ from torch import Tensor
 from plausible.blocks.families import Family
 from plausible.blocks.variational import kl_weight
 from plausible.core import random
+from plausible.core.data import Batch
+from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
-from plausible.core.schedules import Cosine, Schedule, as_schedule
-from plausible.core.serialise import check_count, check_number
+from plausible.core.schedules import Cosine, Schedule
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Fitted, Run
-from plausible.methods.variational.bound import Bound, Terms, log_prior_of_points
+from plausible.methods.variational.bound import Bound, Terms, check_sampling, log_prior_of_points
+from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
-
-if TYPE_CHECKING:
-    from plausible.core.data import Batch
-    from plausible.posteriors.base import Posterior
 
 THETA = "q of "
 COPIES = 6
@@ -52,33 +50,26 @@ class Reparameterised(Bound):
     optimiser: Optimiser = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
         super().__post_init__()
-        check_count(self, "samples", at_least=1)
-        check_number(self, "initial_scale", above=0)
-        if isinstance(self.kl_weights, str) and self.kl_weights not in ("uniform", "blundell"):
-            raise ValueError(
-                f"{who}: kl_weights must be 'uniform', 'blundell', a number or a schedule, got {self.kl_weights!r}"
-            )
-        if not isinstance(self.kl_weights, str):
-            as_schedule(self.kl_weights, "kl_weights")
         for name in ("antithetic", "landing"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{who}: {name} must be True or False, got {getattr(self, name)!r}")
-        if self.antithetic and self.samples % 2:
-            raise ValueError(f"{who}: antithetic pairs need an even number of samples, got samples={self.samples}")
+                raise TypeError(f"{type(self).__name__}: {name} must be True or False, got {getattr(self, name)!r}")
+        check_sampling(self)
 
     def family(self, weights: Weights) -> Family:
         """The family over weights of these names, shapes and types."""
         raise NotImplementedError
 
-    def check_size(self, model: Model) -> None:
-        """Refuse, before anything is allocated, what would not fit into memory."""
+    def memory(self, weights: Weights) -> tuple[int, str]:
+        """Bytes that a step holds of the family's parameters, and words for them; 0 where they are about as many as the weights."""
+        return 0, ""
 
     def prepare(self, model: Model, run: Run[Any]) -> Family:
-        """The family, made once."""
-        self.check_size(model)
-        family = self.family(select(model.initial, model.random))
+        weights = select(model.initial, model.random)
+        needed, words = self.memory(weights)
+        if needed:  # refused before anything is allocated
+            require_memory(needed, model.device, f"{type(self).__name__}: {words}")
+        family = self.family(weights)
         if self.landing and not family.has_density:
             raise ValueError(
                 f"{type(self).__name__}: landing=True needs log q(w) at given weights, which this family does not have; "
@@ -87,7 +78,6 @@ class Reparameterised(Bound):
         return family
 
     def parameters(self, model: Model, run: Run[Family], key: Tensor) -> Weights:
-        """Centred at the module's weights, narrow."""
         theta = run.prepared.start(clone(select(model.initial, model.random)), self.initial_scale, key)
         return {**clone(select(model.initial, model.points)), **{THETA + name: p for name, p in theta.items()}}
 
@@ -101,10 +91,10 @@ class Reparameterised(Bound):
         # log q(w) looks back from w to its noise, which single precision loses where q is narrow in some direction
         wide = _double(theta) if self.landing else theta
         likelihoods, rests = [], []
+        # every component of a mixture takes part in every sample: its bound is the mean of theirs
         for noise in self._noises(family, theta, key, step):
             for component in range(family.components):
-                normals = index(noise, component)
-                normals = _double(normals) if self.landing else normals
+                normals = _double(index(noise, component)) if self.landing else index(noise, component)
                 drawn = family.draw(wide, normals, component)
                 weights = {name: value.to(model.initial[name].dtype) for name, value in drawn.weights.items()}
                 likelihoods.append(model.scaled_log_likelihood({**fixed, **weights}, batch, train=True))
@@ -112,12 +102,12 @@ class Reparameterised(Bound):
                     rest = family.sampled(model.prior, wide, drawn, closed, temperature, normals if self.landing else None)
                     rests.append(rest.to(closed.value.dtype))
         total = torch.stack(likelihoods).mean()
+        # the closed part is exact, and only the rest has the noise of the draws
         kl = closed.value + torch.stack(rests).mean() if rests else closed.value
         bound = total / temperature - kl_weight(self.kl_weights, step, run.steps, run.batches(batch)) * kl
         bound = bound + log_prior_of_points(model, parameters)
-        points_of_family = family.log_prior_of_points(model.prior, theta)
-        if points_of_family is not None:
-            bound = bound + points_of_family / temperature
+        if (points := family.log_prior_of_points(model.prior, theta)) is not None:
+            bound = bound + points / temperature
         info = {"elbo": total.detach() / temperature - kl.detach(), "log_likelihood": total, "kl": kl}
         return Terms(bound, info, buffers)
 
@@ -127,6 +117,7 @@ class Reparameterised(Bound):
         shape = (count, family.components)
         like = {name: value.detach().expand(*shape, *value.shape) for name, value in family.noise(theta).items()}
         drawn = random.normal(key, step, like)
+        # drawn in one call, with a leading axis of samples
         noises = [index(drawn, i) for i in range(count)]
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
