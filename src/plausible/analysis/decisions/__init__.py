@@ -6,9 +6,10 @@ may look like is said in `plausible.decisions.inputs`.
 
 from plausible.analysis.decisions.acquiring import bald, epistemic_variance, expected_variance_reduction
 from plausible.analysis.decisions.batches import Selection, select_batch
-from plausible.analysis.decisions.excess import expected_excess, expected_shortfall
 from plausible.analysis.decisions.numbers import (
     Amount,
+    expected_excess,
+    expected_shortfall,
     linex_action,
     linex_cost,
     newsvendor,

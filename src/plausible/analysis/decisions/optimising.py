@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributions
 
-from plausible.analysis.decisions.excess import excess, expected_excess, expected_shortfall
 from plausible.analysis.decisions.inputs import aligned, filled, function_draws, gathered, need, refuse, rows_of, target_shape
+from plausible.analysis.decisions.numbers import excess, expected_excess, expected_shortfall
 from plausible.analysis.metrics.inputs import NUMBERS, chosen, sampled, whole
 from plausible.core import random
 from plausible.core.distributions import mixture_cdf

@@ -15,11 +15,18 @@ from plausible.analysis.metrics.calibration import (
     quantile_calibration,
     reliability,
 )
-from plausible.analysis.metrics.detection import ood_aupr, ood_auroc, ood_fpr95, uncertainty_score
+from plausible.analysis.metrics.detection import (
+    RiskCoverage,
+    aurc,
+    ood_aupr,
+    ood_auroc,
+    ood_fpr95,
+    risk_coverage,
+    uncertainty_score,
+)
 from plausible.analysis.metrics.ranked import crps
 from plausible.analysis.metrics.scaling import calibrated_log_loss, temperature
 from plausible.analysis.metrics.scores import accuracy, agreement, brier, log_likelihood, log_loss, mae, rmse, total_variation
-from plausible.analysis.metrics.selective import RiskCoverage, aurc, risk_coverage
 from plausible.analysis.metrics.summaries import summary, summary_by_output
 
 __all__ = [

@@ -18,12 +18,11 @@ from plausible.analysis.metrics.calibration import (
     quantile_gap,
     quantile_levels,
 )
-from plausible.analysis.metrics.detection import uncertainty_score
+from plausible.analysis.metrics.detection import aurc, curve, uncertainty_score
 from plausible.analysis.metrics.inputs import NUMBERS, labelled, predictive_targets, probability_kind
 from plausible.analysis.metrics.ranked import crps_values
 from plausible.analysis.metrics.scaling import calibrated_log_loss
 from plausible.analysis.metrics.scores import accuracy, brier, log_likelihood, mae, rmse
-from plausible.analysis.metrics.selective import aurc, curve
 from plausible.core.special import double
 from plausible.posteriors.predictive import Predictive
 

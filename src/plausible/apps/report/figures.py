@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from plausible.analysis import metrics
-from plausible.analysis.metrics.selective import curve
+from plausible.analysis.metrics.detection import curve
 from plausible.apps import plots
 from plausible.apps.pages import Shown, percent_axes, shown
 from plausible.apps.plots.chains import draw_convergence, draw_energies
