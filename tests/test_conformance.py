@@ -21,8 +21,20 @@ METHODS = {name: cls.conforming() for name, cls in registry.items()}
 METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=2500), members=2)
 
 
-@pytest.mark.parametrize("check", testing.CHECKS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in METHODS])
+# One method of each family meets the second fit of the conjugate problem at once, the others in the slow suite.
+WEIGHTED = ("hmc", "ivon", "laplace", "map", "mean-field", "smc")
+SHARED = {name: pytest.mark.xdist_group(name) for name in METHODS}  # one process makes what all checks of a method look at
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(name, check, marks=[SHARED[name], *([pytest.mark.slow] if late else [])])
+        for name in METHODS
+        for check in testing.CHECKS
+        for late in [check == "example weights" and name not in WEIGHTED]
+    ],
+)
 def test_method_passes(name: str, check: str) -> None:
     testing.CHECKS[check](METHODS[name])
 

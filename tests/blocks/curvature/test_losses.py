@@ -15,6 +15,7 @@ from torch import Tensor, distributions
 from plausible import likelihoods
 from plausible.blocks.curvature import losses
 from plausible.blocks.moments.expectations import LogVarianceGaussian
+from plausible.core.distributions import Affine
 from plausible.core.likelihoods import LOG_DISPERSION, LOG_SCALE
 
 torch.manual_seed(0)
@@ -60,7 +61,7 @@ def quadrature(likelihood: likelihoods.Likelihood, outputs: Tensor, noise: losse
     elif likelihood.kind == "counts":
         points = [torch.full(shape, float(y), dtype=F64) for y in range(400)]
     else:  # y = c + s·tan(θ) on a grid of θ that decays fast at both ends
-        base = law.base if isinstance(law, likelihoods.own.Affine) else law
+        base = law.base if isinstance(law, Affine) else law
         nodes, weights = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(400))
         theta, width = nodes * (math.pi / 2), weights * (math.pi / 2)
         z = base.loc + base.scale * theta.tan().view(-1, *[1] * base.loc.ndim)
