@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/plausible demo --out demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow

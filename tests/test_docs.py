@@ -137,6 +137,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_any_name_can_be_the_first_that_a_program_uses() -> None:
     modules = [f"plausible.apps.cli.{module}" for module in ("training", "prediction", "view")]
