@@ -73,7 +73,10 @@ def page(name: str, cls: type) -> str:
     text = page_of(name).read_text(encoding="utf-8")
     file = Path(inspect.getfile(cls)).relative_to(ROOT).as_posix()
     facts = f'`pl.{cls.__name__}`, name `"{name}"`, file `{file}`'
-    text = re.sub(r"`pl\.\w+`, name `[^`]+`,\s+file `[^`]+`", lambda _: facts, text, count=1)
+    text, there = re.subn(r"`pl\.\w+`, name `[^`]+`,\s+file `[^`]+`", lambda _: facts, text, count=1)
+    if not there:
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n{facts}.\n{rest}"
     head = "| setting | default | meaning |\n|---|---|---|\n"
     before, _, rest = text.partition(f"## Settings\n\n{head}")
     rows, _, after = rest.partition("\n\n")

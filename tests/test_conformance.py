@@ -121,6 +121,13 @@ def test_a_sampler_with_the_wrong_temperature_fails() -> None:
         testing.check_exact_posterior(cold)
 
 
+def test_a_setting_cannot_hide_a_function_of_every_method() -> None:
+    with pytest.raises(TypeError, match="a setting cannot be called 'start'"):
+
+        class Late(Walk):
+            start: float = 0.5  # type: ignore[assignment]
+
+
 def test_names_build_without_arguments() -> None:
     for name in registry:
         assert isinstance(pl.methods.create(name), registry[name])

@@ -385,9 +385,13 @@ def check_resume(method: Method) -> None:
 
 
 def check_stacked(method: Method) -> None:
-    """Members stacked by vmap advance as members in a loop do (one step)."""
+    """Members stacked by vmap advance as members in a loop do (one step); what their later stages left can predict."""
     if method.members is not None or method.traits.verb != "iterate":
         return
+    if len(method.stages()) > 1:
+        net, (x, y) = _small()
+        pair = _fit_quickly(pl.Ensemble(method, members=2), net, (x, y)).predict(x)
+        _require(bool(pair.mean.isfinite().all()), "an ensemble of it predicts numbers that are not finite")
     from plausible.core.data import as_data
     from plausible.core.weights import clone, tensors
     from plausible.methods import Ensemble

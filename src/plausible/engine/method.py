@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -223,6 +224,9 @@ class Method(Stage):
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
+        taken = {name for name in inspect.get_annotations(cls) if callable(getattr(Method, name, None))}
+        if taken:
+            raise TypeError(f"{cls.__name__}: a setting cannot be called {min(taken)!r}, which is a function of every method")
         # a name of its own, not one that it inherits
         if cls.__dict__.get("name"):
             registry[cls.name] = cls

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plausible.core.data import Batch, Data, Estimator, StreamData, num_rows
 from plausible.core.model import Model
+from plausible.core.weights import Weights
 from plausible.engine.method import Info, Plan, Run, Stage, Traits
 
 ENDLESS = 2**62
@@ -86,6 +87,9 @@ class Pass(Stage):
         if state.over and state.estimator is not None:
             state.result = self.concluded(model, run, state.estimator.finish())
         return state, {}
+
+    def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
+        raise NotImplementedError(f"{type(self).__name__} must define kept(model, run, state): what its state.result leaves")
 
     def finished(self, state: PassState) -> bool:
         return state.over and (state.estimator is None or state.result is not None)

@@ -13,7 +13,7 @@ from plausible.core import weights as tree
 from plausible.core.data import take
 from plausible.core.draws import outputs_of_draws
 from plausible.core.model import Model
-from plausible.core.storage import DrawStore
+from plausible.core.storage import DrawStore, MemoryDraws
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
 from plausible.posteriors import arviz_export, diagnostics, verdicts
@@ -37,8 +37,13 @@ class DrawsPosterior(Posterior):
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:
         if fitted.draws is None:
-            raise ValueError(f"{type(method).__name__} kept no draws: the run ended during burn-in")
+            raise ValueError(f"{type(method).__name__} kept no draws: the run ended before the first was due")
         return cls(method, model, record_of(fitted), fitted.draws, chains)
+
+    @classmethod
+    def left(cls, method: Any, model: Model, fitted: Fitted) -> Self:
+        """The draws that the last of several stages left, of each member of an ensemble its own; `of` has those of all members."""
+        return cls(method, model, record_of(fitted), MemoryDraws(fitted.left))
 
     def content(self) -> Content:
         return Content(draws=self.store, settings={"chains": self.chains})
