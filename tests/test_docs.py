@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 import math
 import os
 import re
@@ -65,7 +66,7 @@ def table(page: Path, heading: str) -> list[list[str]]:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary working folder with the tables that the pages speak of; what a page registers is forgotten."""
+    """A temporary working folder with the tables that the pages speak of; what a page registers or sets is forgotten."""
     generator = torch.Generator().manual_seed(0)
     for file, count in (("houses.csv", 60), ("new_houses.csv", 5)):
         rows = ["rooms,area,district,price"]
@@ -79,7 +80,10 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.chdir(tmp_path)
     registers: tuple[dict[Any, Any], ...] = (methods.registry, serialise._classes, serialise._names)
     before = [dict(register) for register in registers]
+    logger = logging.getLogger("plausible")
+    level = logger.level
     yield tmp_path
+    logger.setLevel(level)
     for register, content in zip(registers, before):
         register.clear()
         register.update(content)
@@ -97,11 +101,18 @@ def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_compute", lambda study, cells, jobs: ((c, dict(cell)) for c in cells))
 
 
-LONG = ("README.md", "command-line.md", "mcmc.md", "nuts.md", "pruning.md", "sweep.md")  # pages whose code takes long
+LONG = (
+    "README.md",
+    "command-line.md",
+    "mcmc.md",
+    "nuts.md",
+    "pruning.md",
+    "sweep.md",
+)  # and those of methods: their code takes long
 
 
 def _marked(page: Path) -> Any:
-    return pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page
+    return pytest.param(page, marks=pytest.mark.slow) if page.name in LONG or page.parent.name == "methods" else page
 
 
 @pytest.mark.parametrize("page", [_marked(page) for page in PAGES if blocks(page)], ids=name)

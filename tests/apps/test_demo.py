@@ -12,6 +12,8 @@ import plausible as pl
 from plausible.apps.cli import app, demo
 from plausible.apps.report.statistics import wilson
 
+pytestmark = pytest.mark.xdist_group("demo")
+
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 

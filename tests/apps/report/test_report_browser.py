@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with"),
+]
 
 FLAGS = [
     "--headless",
