@@ -101,14 +101,7 @@ def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_compute", lambda study, cells, jobs: ((c, dict(cell)) for c in cells))
 
 
-LONG = (
-    "README.md",
-    "command-line.md",
-    "mcmc.md",
-    "nuts.md",
-    "pruning.md",
-    "sweep.md",
-)  # and those of methods: their code takes long
+LONG = ("README.md", "command-line.md", "mcmc.md", "pruning.md", "sweep.md")  # pages whose code takes long, as that of methods
 
 
 def _marked(page: Path) -> Any:
