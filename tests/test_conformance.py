@@ -128,6 +128,28 @@ def test_a_setting_cannot_hide_a_function_of_every_method() -> None:
             start: float = 0.5  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
+class Twice(pl.MAP):
+    """Two stages, of which the result is made of what the last one left, or of all draws that were kept."""
+
+    left: bool = True
+
+    name: ClassVar[str] = ""
+    traits: ClassVar[Traits] = Traits(deterministic=True, keeps_draws=False)
+
+    def stages(self) -> Any:
+        return (self, pl.MAP(epochs=1))
+
+    def posterior(self, model: pl.Model, run: Run[Any], fitted: Fitted) -> pl.Posterior:
+        return (DrawsPosterior.left if self.left else DrawsPosterior.of)(self, model, fitted)
+
+
+def test_an_ensemble_of_several_stages_needs_what_each_member_left() -> None:
+    testing.check_stacked(Twice(epochs=2))
+    with pytest.raises(testing.ConformanceError, match=r"cannot predict .* `fitted.left`"):
+        testing.check_stacked(Twice(epochs=2, left=False))
+
+
 def test_names_build_without_arguments() -> None:
     for name in registry:
         assert isinstance(pl.methods.create(name), registry[name])

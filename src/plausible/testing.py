@@ -390,8 +390,12 @@ def check_stacked(method: Method) -> None:
         return
     if len(method.stages()) > 1:
         net, (x, y) = _small()
-        pair = _fit_quickly(pl.Ensemble(method, members=2), net, (x, y)).predict(x)
-        _require(bool(pair.mean.isfinite().all()), "an ensemble of it predicts numbers that are not finite")
+        pair = _fit_quickly(pl.Ensemble(method, members=2), net, (x, y))
+        try:
+            pair.predict(x)
+        except (KeyError, ValueError) as error:
+            advice = "with several stages the result is made of `fitted.left`, as `DrawsPosterior.left` does"
+            raise ConformanceError(f"an ensemble of it cannot predict ({error}): {advice}") from error
     from plausible.core.data import as_data
     from plausible.core.weights import clone, tensors
     from plausible.methods import Ensemble
