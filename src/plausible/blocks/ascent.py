@@ -132,7 +132,7 @@ def begin_climb(weights: Weights, joint: Joint) -> Climb:
 
 
 def climb(at: Climb, curved: At, joint: Joint) -> Climb:
-    """W ← w + (Λ + μ diag Λ)⁻¹ ∇ log p(w, D), where that raises the log joint.
+    """One damped Gauss-Newton step, w ← w + (Λ + μ diag Λ)⁻¹ ∇ log p(w, D), taken where it raises the log joint.
 
     μ falls where the log joint rises as the quadratic model says, and grows where it does not (Levenberg 1944, Marquardt 1963,
     Nielsen 1999). Plain gradients creep along the valleys of small networks; this arrives. Cost: the curvature, one

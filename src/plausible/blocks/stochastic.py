@@ -250,7 +250,7 @@ class _Noisy(Interceptor):
             return function(*args, **kwargs)
 
     def linear(self, function: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        """Op(x, w) by the estimator of the weight, or of the bias where the weight is not random."""
+        """The output op(x, w), by the estimator of the weight, or of the bias where the weight is not random."""
         x, weight, bias = _value(input), _settled(weight), _settled(bias)
         if isinstance(weight, Gaussian) and isinstance(bias, Gaussian) and weight._estimator != bias._estimator:
             # no estimator fits both: sample them

@@ -125,7 +125,7 @@ class Categorical(Likelihood):
 @register
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
-    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its densities.
+    """p(y = 1 | f) = 1 / (1 + e^{−f}), each output on its own.
 
     Outputs are logits [..., N] or [..., N, L] (several labels at once); targets have the same shape and are 0 or 1
     (boolean, integer or float).

@@ -116,7 +116,7 @@ def encode(value: Any, *, strict: bool = True) -> Any:
         return {"opaque": getattr(value, "__qualname__", type(value).__qualname__)}
     raise TypeError(
         f"{value!r} of type {type(value).__module__}.{type(value).__qualname__} cannot be stored as JSON; "
-        "expected numbers, strings, sequences, mappings or a dataclass decorated with @plausible.serialise.register"
+        "expected numbers, strings, sequences, mappings or a dataclass decorated with @plausible.core.serialise.register"
     )
 
 

@@ -208,7 +208,7 @@ class FamilyLaw(Law):
         if isinstance(method, Opaque):
             raise ValueError(
                 f"this posterior was fitted by {method.name}, which is your own code: its family cannot be made again; decorate "
-                "the class with @plausible.serialise.register and import it before loading"
+                "the class with @plausible.core.serialise.register and import it before loading"
             )
         like = tree.select(model.initial, model.random)
         # a family started anew says which parameters a file must hold, and their shapes

@@ -88,7 +88,7 @@ class Split:
         return replace(self, train=scaled(self.train), test=scaled(self.test), is_standardised=True, **moved)
 
     def restore(self, value: Value) -> Value:
-        """Loc + scale·value: targets, or a predictive of standardised targets, in the units of the table."""
+        """The values loc + scale·value: targets, or a predictive of standardised targets, in the units of the table."""
         if isinstance(value, Tensor):
             return (value.double() * self.y_scale + self.y_loc).to(value.dtype)
         return value.rescaled(self.y_loc, self.y_scale)

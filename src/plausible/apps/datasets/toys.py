@@ -31,7 +31,7 @@ def _blundell_curve(x: Tensor, error: Tensor) -> Tensor:
 
 
 def blundell(n: int = 1000, noise: float = 0.02, low: float = 0.0, high: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Y = x + 0.3 sin 2π(x+ε) + 0.3 sin 4π(x+ε) + ε, ε ~ N(0, noise²), x ~ U(low, high)
+    """A curve, y = x + 0.3 sin 2π(x+ε) + 0.3 sin 4π(x+ε) + ε, ε ~ N(0, noise²), x ~ U(low, high)
 
     x and y float32 `[n, 1]`. The custom is to look at [−0.2, 1.2], most of which has no data. The paper writes N(0, 0.02),
     read here as the standard deviation.
@@ -60,7 +60,7 @@ def two_moons(n: int = 200, noise: float = 0.1, seed: int = 0) -> tuple[Tensor, 
 
 
 def gap(n: int = 100, noise: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Y = sin 2x + N(0, noise²), x ~ U([−3, −1] ∪ [1, 3])
+    """A curve with a gap in x, y = sin 2x + N(0, noise²), x ~ U([−3, −1] ∪ [1, 3])
 
     x and y float32 `[n, 1]`. Between −1 and 1 nothing was seen: epistemic uncertainty should be larger there.
     """
@@ -72,7 +72,7 @@ def gap(n: int = 100, noise: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def heteroscedastic(n: int = 750, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Y = 7 sin x + 3 |cos(x/2)| ε, ε ~ N(0, 1), x ~ ⅓ N(−4, 0.4²) + ⅓ N(0, 0.9²) + ⅓ N(4, 0.4²)
+    """A curve of changing noise, y = 7 sin x + 3 |cos(x/2)| ε, ε ~ N(0, 1), x ~ ⅓ N(−4, 0.4²) + ⅓ N(0, 0.9²) + ⅓ N(4, 0.4²)
 
     x and y float32 `[n, 1]`. Noise is largest where data are densest, so that the two kinds of uncertainty differ in place.
 

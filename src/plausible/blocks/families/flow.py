@@ -52,7 +52,7 @@ class FlowMap:
         return {name: value.detach().to(first.device, first.dtype) for name, value in module.named_parameters()}
 
     def __call__(self, parameters: Mapping[str, Tensor], x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Y and log |∂y/∂x|, 0-d, of one vector x."""
+        """The image y of one vector x, and log |∂y/∂x| (0-d)."""
         return functional_call(self.module, {**parameters, **self.buffers}, (x, context))
 
 

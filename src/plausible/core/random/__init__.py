@@ -35,7 +35,7 @@ def key(seed: int, *path: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def fold(key: Tensor, *data: int | Tensor) -> Tensor:
-    """Key' = Threefry(key, datum) for each datum in turn: a new key, as good as independent of the old one.
+    """A new key, as good as independent of the old one: key ← Threefry(key, datum) for each datum in turn.
 
     `key` is int64 [*K, 2]; a datum is an integer or an integer tensor whose shape broadcasts with *K: a key [2] folded
     with `torch.arange(members)` gives one key per member. Works under `torch.func.vmap` and in a compiled step.

@@ -299,7 +299,7 @@ def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[f
 
     def sums(batch: Batch) -> Tensor:
         f = model.outputs(weights, batch.x)
-        z = (f - batch.y) * torch.exp(-weights["likelihood.log_scale"])
+        z = (f - batch.y) * torch.exp(-weights[LOG_SCALE])
         weight = torch.ones_like(z) if batch.weight is None else batch.weight.reshape(-1, *[1] * (z.ndim - 1)).expand_as(z)
         if batch.mask is not None:
             weight = weight * batch.mask
