@@ -157,7 +157,7 @@ class Guess(NamedTuple):
     leapfrog: int
 
 
-class Slopes:
+class GroupSlopes:
     """Slopes for the draws of one group: on all data, or for each draw on a batch of its own.
 
     A loader's batches follow each other; `taken` says how many were, so that a later group can be asked for anew.
@@ -207,7 +207,7 @@ class Slopes:
 
 @torch.no_grad()
 def refined_group(
-    guess: Guess, slopes: Slopes, count: int, seed: int, number: int = 0, further: int = 0
+    guess: Guess, slopes: GroupSlopes, count: int, seed: int, number: int = 0, further: int = 0
 ) -> tuple[Weights, Tensor]:
     """`count` refined draws, stacked, and the log W of each, in float64: a function of the seed and the number of the group.
 

@@ -126,7 +126,7 @@ def _number(name: str) -> int:
     return number
 
 
-class Gaussian(Watched):
+class GaussianWeight(Watched):
     """N(mean, scale²) in the place of a parameter; made by `gaussian`."""
 
     _mean: Tensor
@@ -137,7 +137,7 @@ class Gaussian(Watched):
     _tracked: bool  # whether gradients are wanted of its draw, wherever it is first used
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Gaussian({self._name!r}, shape={tuple(self.shape)}, estimator={self._estimator!r})"
+        return f"GaussianWeight({self._name!r}, shape={tuple(self.shape)}, estimator={self._estimator!r})"
 
 
 def gaussian(mean: Tensor, scale: Tensor, noise: Noise, estimator: str = "weights", name: str | None = None) -> Tensor:
@@ -145,8 +145,8 @@ def gaussian(mean: Tensor, scale: Tensor, noise: Noise, estimator: str = "weight
 
     `mean` and `scale` have one shape; gradients flow to both. `name` tells the weights of one `Noise` apart (numbered where
     none is given). With estimator "weights" (or `FALLBACK`, which `survey` gives) it is sampled here and now: a plain tensor.
-    With "local" and "flipout" it is a `Gaussian`, for this pass only. A `RuntimeError` says if it is used again after its noise
-    went into the outputs of a linear operation: `survey` tells which weights must be sampled instead.
+    With "local" and "flipout" it is a `GaussianWeight`, for this pass only. Using it again after its noise went into the outputs
+    of a linear operation is a `RuntimeError`: `survey` tells which weights must be sampled instead.
     """
     if estimator != FALLBACK and estimator not in ESTIMATORS:
         raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")
@@ -238,7 +238,7 @@ class _Noisy(Interceptor):
     """Metadata as of a parameter, the estimator in linear operations, a sampled weight anywhere else."""
 
     def name(self, value: Any) -> str | None:
-        return value._name if isinstance(value, Gaussian) else None
+        return value._name if isinstance(value, GaussianWeight) else None
 
     def value(self, value: Any) -> Any:
         return _value(value)
@@ -252,16 +252,16 @@ class _Noisy(Interceptor):
     def linear(self, function: Any, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Tensor:  # type: ignore[override]
         """The output op(x, w), by the estimator of the weight, or of the bias where the weight is not random."""
         x, weight, bias = _value(input), _settled(weight), _settled(bias)
-        if isinstance(weight, Gaussian) and isinstance(bias, Gaussian) and weight._estimator != bias._estimator:
+        if isinstance(weight, GaussianWeight) and isinstance(bias, GaussianWeight) and weight._estimator != bias._estimator:
             # no estimator fits both: sample them
             weight, bias = _value(weight), _value(bias)
 
-        def op(x: Tensor, of: Callable[[Gaussian], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
-            w, b = (of(part) if isinstance(part, Gaussian) else otherwise(part) for part in (weight, bias))
+        def op(x: Tensor, of: Callable[[GaussianWeight], Tensor], otherwise: Callable[[Any], Any]) -> Tensor:
+            w, b = (of(part) if isinstance(part, GaussianWeight) else otherwise(part) for part in (weight, bias))
             return function(x, w, b, *rest, **options) if w is not None else b.reshape(-1, *[1] * AXES[function])
 
         mean = op(x, lambda part: part._mean, lambda value: value)
-        parts = [part for part in (weight, bias) if isinstance(part, Gaussian)]
+        parts = [part for part in (weight, bias) if isinstance(part, GaussianWeight)]
         if not parts:
             return mean
         noise, name = parts[0]._noise, parts[0]._name
@@ -278,14 +278,14 @@ class _Noisy(Interceptor):
         if parts[0]._estimator == "local":
             variance = op(x * x, lambda part: part._scale * part._scale, lambda _: None)
             return mean + _root(variance) * noise.normal(f"{name}: local", mean)
-        signed = x * noise.signs(f"{name}: in", _per_example(x, function), x) if isinstance(weight, Gaussian) else x
+        signed = x * noise.signs(f"{name}: in", _per_example(x, function), x) if isinstance(weight, GaussianWeight) else x
         change = op(signed, lambda part: part._scale * noise.normal(part._name, part._mean), lambda _: None)
         return mean + change * noise.signs(f"{name}: out", _per_example(mean, function), mean)
 
     convolution = transposed = linear  # type: ignore[assignment]
 
 
-Gaussian.interceptor = _Noisy()
+GaussianWeight.interceptor = _Noisy()
 
 
 def _per_example(x: Tensor, func: Any) -> list[int]:
@@ -307,7 +307,7 @@ def _root(variance: Tensor) -> Tensor:
 
 def _settled(part: Any) -> Any:
     """The value of a weight that has been sampled; anything else as it is."""
-    if isinstance(part, Gaussian) and not isinstance(part._noise, _Survey):
+    if isinstance(part, GaussianWeight) and not isinstance(part._noise, _Survey):
         return part._noise.drawn.get(part._name, part)
     return part
 
@@ -315,7 +315,7 @@ def _settled(part: Any) -> Any:
 def _value(part: Any) -> Any:
     """The value of a weight, sampled now if it was not before; anything else as it is."""
     part = _settled(part)
-    if not isinstance(part, Gaussian):
+    if not isinstance(part, GaussianWeight):
         return part
     noise, name = part._noise, part._name
     if isinstance(noise, _Survey):
@@ -334,7 +334,7 @@ def _draw(mean: Tensor, scale: Tensor, noise: Noise, way: str, name: str, number
     return drawn
 
 
-def _used_again(part: Gaussian) -> RuntimeError:
+def _used_again(part: GaussianWeight) -> RuntimeError:
     return RuntimeError(
         f"weight {part._name!r} is used a second time in this pass, after its {part._estimator} noise went into the outputs of a "
         "linear operation; one draw for both uses must be sampled beforehand: take the estimators from stochastic.survey, or "
@@ -342,13 +342,13 @@ def _used_again(part: Gaussian) -> RuntimeError:
     )
 
 
-def _made(mean: Tensor, scale: Tensor, noise: Noise | _Survey, estimator: str, name: str) -> Gaussian:
+def _made(mean: Tensor, scale: Tensor, noise: Noise | _Survey, estimator: str, name: str) -> GaussianWeight:
     if isinstance(noise, _Survey):
         values = mean
     else:
         # NaN without memory: code that reads past `__torch_function__` shows at once
         values = torch.full((), math.nan, dtype=mean.dtype, device=mean.device).expand(mean.shape)
-    made: Any = values.as_subclass(Gaussian)
+    made: Any = values.as_subclass(GaussianWeight)
     made._mean, made._scale, made._noise, made._estimator, made._name = mean, scale, noise, estimator, name
     made._tracked = torch.is_grad_enabled()
     return made

@@ -348,7 +348,8 @@ class Estimator(Protocol[Result]):
         """Go on from there, in an estimator that was started with the same settings."""
 
 
-def run(estimator: Estimator[Result], data: Data, watch: Watch = None) -> Result:
+def run_passes(estimator: Estimator[Result], data: Data, watch: Watch = None) -> Result:
+    """Feed the data to the estimator, pass after pass until it needs no more, and return what it found."""
     done = 0
 
     def add(batch: Batch) -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from plausible.core.weights import Weights
 
 Function = Callable[..., tuple[Tensor, Any]]
-Stacked = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any]
+StackedRule = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def vmapped() -> bool:
     return top is not None and top.key() == torch._C._functorch.TransformType.Vmap
 
 
-def stacked_call(rule: Stacked, *arguments: Any) -> Any:
+def stacked_call(rule: StackedRule, *arguments: Any) -> Any:
     """Inside `vmap`: the result of `rule(info, axes, arguments)`, which sees the tensors of all members as they lie in memory.
 
     `arguments` are trees; in `axes`, trees of the same structure, stands for each tensor the axis along which it is stacked, or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -10,17 +9,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from plausible.blocks.refinement import Guess, Slopes, refined_group
+from plausible.blocks.refinement import GroupSlopes, Guess, refined_group
 from plausible.core import weights as tree
 from plausible.core.model import Model
 from plausible.core.storage import MemoryDraws
 from plausible.core.weights import Weights
+from plausible.core.words import log
 from plausible.engine.method import Fitted
 from plausible.posteriors.base import data_for, record_of
 from plausible.posteriors.draws import DrawsPosterior
 from plausible.posteriors.saving import Content
-
-log = logging.getLogger("plausible")
 
 MEAN, SPREAD, LOG_WEIGHTS, STEP_SIZE, WHOLE = "q0 mean of ", "q0 scale of ", "log W", "q0 step size", "on all data"
 """Names of what a run leaves beside the draws."""
@@ -68,7 +66,7 @@ class RefinedPosterior(DrawsPosterior):
         # points and buffers are the same in every draw
         row = tree.index(self.store.get([0], self.device), 0)
         fixed = {name: row[name] for name in (*model.points, *model.buffers)}
-        slopes = Slopes(model, fixed, data_for(model, data), whole=True)
+        slopes = GroupSlopes(model, fixed, data_for(model, data), whole=True)
         size = slopes.group(samples, tree.num_elements(self.guess.means))
         sizes = [min(size, samples - start) for start in range(0, samples, size)]
         parts = [refined_group(self.guess, slopes, count, seed, number)[1] for number, count in enumerate(sizes)]

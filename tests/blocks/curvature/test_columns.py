@@ -13,7 +13,7 @@ import plausible as pl
 from plausible.blocks.curvature import columns, losses
 from plausible.blocks.curvature.columns import Choice, Columns, Portions
 from plausible.blocks.curvature.estimating import Tally, estimate
-from plausible.blocks.curvature.losses import Dense, Elementwise, OutputFisher, Softmax
+from plausible.blocks.curvature.losses import DenseFisher, Elementwise, OutputFisher, Softmax
 from plausible.core.data import ArrayData, Batch, as_data, select_rows
 from plausible.core.model import Model
 
@@ -32,7 +32,7 @@ def fishers() -> dict[str, OutputFisher]:
         "two classes": Softmax(logits(6, 2).softmax(-1)),
         "positions": Softmax(logits(4, 3, 5).softmax(-1) * torch.tensor([1.0, 0.0, 1.0])[:, None]),
         "elements": Elementwise(logits(4, 3, 2).exp()),
-        "matrices": Dense(factor @ factor.mT, torch.Size((4, 3, 5))),
+        "matrices": DenseFisher(factor @ factor.mT, torch.Size((4, 3, 5))),
     }
 
 

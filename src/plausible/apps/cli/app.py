@@ -140,11 +140,11 @@ def fit(
 
     Example: plausible fit houses.csv --target price --method ensemble --out run
     """
-    # The fields of `Options` are the parameters of this command, which are all that is local so far.
+    # The fields of `FitOptions` are the parameters of this command, which are all that is local so far.
     given = locals() | {"hidden": widths(hidden), "drop_columns": words(drop_columns), "categorical": words(categorical)}
     from plausible.apps.cli import training, view
 
-    record, metrics = training.fit(training.Options(**given))
+    record, metrics = training.fit(training.FitOptions(**given))
     if not quiet:
         view.scores(record, metrics)
         note(f"saved in {out}; next: plausible report {out}, plausible predict {out} new.csv --out predictions.csv")

@@ -42,7 +42,7 @@ GAP, REACH, NOISE = 1.5, 3.5, 0.2
 Judged = tuple[dict[str, float], dict[str, np.ndarray]]
 
 
-class Entry(NamedTuple):
+class DemoMethod(NamedTuple):
     """One row of a table: a method with its settings, and the entry whose fit it starts from."""
 
     key: str
@@ -53,10 +53,10 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class DemoOutcome:
     """What one entry gave: scores, seconds (with those of the fit it starts from) and arrays for the plots, or an error."""
 
-    entry: Entry
+    entry: DemoMethod
     values: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     error: str = ""
@@ -213,7 +213,7 @@ class Digits:
 Problem = Regression | Digits
 
 
-def entries(problem: str, quick: bool) -> list[Entry]:
+def entries(problem: str, quick: bool) -> list[DemoMethod]:
     """The library's methods with their settings for a problem, then every one that is not the library's with its defaults."""
     text = (resources.files("plausible.apps") / "templates" / "demo.json").read_text(encoding="utf-8")
     key = f"{problem} quick" if quick else problem
@@ -222,23 +222,23 @@ def entries(problem: str, quick: bool) -> list[Entry]:
         if key in row:
             method = serialise.decode(row[key])
             about = row["about"].format(members=getattr(method, "members", 1))
-            chosen.append(Entry(row["key"], row["label"], method, about, row["start"]))
+            chosen.append(DemoMethod(row["key"], row["label"], method, about, row["start"]))
     for name, kind in methods.registry.items():
         if not kind.__module__.startswith("plausible."):
             try:
                 method = methods.create(name)
             except Exception:
                 method = name  # `fit` says what is wrong with it
-            chosen.append(Entry(name, name, method, summary(kind)))
+            chosen.append(DemoMethod(name, name, method, summary(kind)))
     return chosen
 
 
-def fit_all(problem: Problem, seed: int, console: Console) -> list[Outcome]:
+def fit_all(problem: Problem, seed: int, console: Console) -> list[DemoOutcome]:
     """Every method in turn; one that fails is noted, and the others go on."""
     posteriors: dict[str, tuple[Posterior, float]] = {}
     outcomes = []
     for entry in problem.entries:
-        outcome = Outcome(entry)
+        outcome = DemoOutcome(entry)
         try:
             with console.status(f"{problem.key}: fitting {entry.label}"):
                 posteriors[entry.key] = posterior, seconds = _fit(problem, entry, posteriors, seed)
@@ -252,7 +252,9 @@ def fit_all(problem: Problem, seed: int, console: Console) -> list[Outcome]:
     return outcomes
 
 
-def _fit(problem: Problem, entry: Entry, earlier: Mapping[str, tuple[Posterior, float]], seed: int) -> tuple[Posterior, float]:
+def _fit(
+    problem: Problem, entry: DemoMethod, earlier: Mapping[str, tuple[Posterior, float]], seed: int
+) -> tuple[Posterior, float]:
     """The posterior, and the seconds it took together with the fit it starts from."""
     if entry.start is not None and entry.start not in earlier:
         raise ValueError(f"it starts from the fit of {entry.start!r}, which failed")
@@ -270,7 +272,7 @@ def _fit(problem: Problem, entry: Entry, earlier: Mapping[str, tuple[Posterior, 
     return posterior, before + time.perf_counter() - begin
 
 
-def cells(problem: Problem, outcome: Outcome) -> list[str]:
+def cells(problem: Problem, outcome: DemoOutcome) -> list[str]:
     texts = []
     for key, form in problem.columns.values():
         value = outcome.values[key]

@@ -15,7 +15,7 @@ from plausible.apps.plots.heldout import draw_band, draw_entropies, draw_uncerta
 from plausible.apps.report.words import percent
 
 if TYPE_CHECKING:
-    from plausible.apps.cli.demo import Digits, Outcome, Regression
+    from plausible.apps.cli.demo import DemoOutcome, Digits, Regression
 
 
 def written(line: Any, images: Any, quick: bool, made: str) -> str:
@@ -43,7 +43,7 @@ def written(line: Any, images: Any, quick: bool, made: str) -> str:
     )
 
 
-def _bands(problem: Regression, outcomes: Sequence[Outcome]) -> list[Shown]:
+def _bands(problem: Regression, outcomes: Sequence[DemoOutcome]) -> list[Shown]:
     """Mean and bands over the data; below, the standard deviations of noise and of disagreement; all on the same axes."""
     if not outcomes:
         return []
@@ -77,7 +77,7 @@ def _bands(problem: Regression, outcomes: Sequence[Outcome]) -> list[Shown]:
     return figures
 
 
-def _faces(problem: Digits, outcome: Outcome, count: int = 5) -> tuple[str, list[tuple[str, list[dict[str, Any]]]]]:
+def _faces(problem: Digits, outcome: DemoOutcome, count: int = 5) -> tuple[str, list[tuple[str, list[dict[str, Any]]]]]:
     """How many are wrong, and the digits with the highest and the lowest entropy."""
     arrays, truth = outcome.arrays, problem.test[1].numpy()
     images = problem.test[0].numpy().reshape(-1, 8, 8)
@@ -98,7 +98,7 @@ def _faces(problem: Digits, outcome: Outcome, count: int = 5) -> tuple[str, list
     return wrong, [(heading, [face(index) for index in chosen.tolist()]) for heading, chosen in ends.items()]
 
 
-def _entropies(outcomes: Sequence[Outcome]) -> Shown:
+def _entropies(outcomes: Sequence[DemoOutcome]) -> Shown:
     rows = {each.entry.label: (each.arrays["entropy"], each.arrays["wrong"]) for each in outcomes}
     medians = []
     for name, (values, wrong) in rows.items():
@@ -109,7 +109,7 @@ def _entropies(outcomes: Sequence[Outcome]) -> Shown:
     return shown(lambda ax: draw_entropies(ax, rows), "", "entropies", caption, caption, size=size)
 
 
-def _reliability(problem: Digits, outcome: Outcome) -> Shown:
+def _reliability(problem: Digits, outcome: DemoOutcome) -> Shown:
     probs, y, label = outcome.arrays["probs"].astype(float), problem.test[1], outcome.entry.label
     probs = probs / probs.sum(-1, keepdims=True)
     points = [point for point in zip(*metrics.reliability(probs, y, 10)) if point[2]]

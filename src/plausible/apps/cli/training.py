@@ -26,7 +26,7 @@ LEVEL = 0.9
 
 
 @dataclass(frozen=True)
-class Options:
+class FitOptions:
     """Everything `plausible fit` was asked for."""
 
     data: Path
@@ -68,12 +68,12 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def say(options: Options, *lines: str) -> None:
+def say(options: FitOptions, *lines: str) -> None:
     for line in () if options.quiet else lines:
         note(line)
 
 
-def select(table: Table, options: Options, notes: list[str]) -> tuple[Table, list[str]]:
+def select(table: Table, options: FitOptions, notes: list[str]) -> tuple[Table, list[str]]:
     """The table without dropped and saved-index columns, and the names of its inputs."""
     named = {"--target": options.targets, "--drop-columns": options.drop_columns, "--categorical": options.categorical}
     for option, names in named.items():
@@ -95,7 +95,7 @@ def select(table: Table, options: Options, notes: list[str]) -> tuple[Table, lis
     return table, [name for name in table.columns if name not in options.targets]
 
 
-def usable(table: Table, inputs: Sequence[str], options: Options, notes: list[str]) -> Table:
+def usable(table: Table, inputs: Sequence[str], options: FitOptions, notes: list[str]) -> Table:
     """The rows that can be learnt from, by the rule for missing values; a missing target is never filled in."""
     if options.missing == "refuse":
         refuse_gaps(table, [*options.targets, *inputs], "add --missing impute (median or a category) or --missing drop")
@@ -120,7 +120,7 @@ def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-def prepare(options: Options) -> Prepared:
+def prepare(options: FitOptions) -> Prepared:
     """Read the file, decide what each column is, split the rows, and fit the preprocessing on the training rows."""
     notes: list[str] = []
     table, inputs = select(read_table(options.data), options, notes)
@@ -137,7 +137,7 @@ def prepare(options: Options) -> Prepared:
     return Prepared(preprocessor, standardised(target, train), train, test, (encoded.inputs, held.inputs), tuple(notes))
 
 
-def check(options: Options) -> None:
+def check(options: FitOptions) -> None:
     """Values that no later stage would refuse as plainly."""
     if not options.targets:
         raise ValueError("--target is missing: the name of the column to predict")
@@ -151,7 +151,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
 
 
-def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
+def fit(options: FitOptions) -> tuple[runs.Record, dict[str, Any] | None]:
     """Run the whole of `plausible fit`; returns the record and the held-out scores (None without held-out rows)."""
     check(options)
     options = replace(options, out=options.out.resolve())
@@ -191,7 +191,7 @@ def fit(options: Options) -> tuple[runs.Record, dict[str, Any] | None]:
     return record, metrics
 
 
-def infer(record: runs.Record, data: Prepared, method: Any, options: Options) -> Posterior:
+def infer(record: runs.Record, data: Prepared, method: Any, options: FitOptions) -> Posterior:
     """`plausible.fit` on the training rows, with a checkpoint beside the run where asked for."""
     checkpoint = runs.checkpoint_folder(options.out) if options.checkpoint else None
     if options.resume and checkpoint is None:

@@ -24,7 +24,7 @@ from plausible.blocks.curvature.losses import OutputFisher
 from plausible.blocks.curvature.low_rank import Eigenpairs, LowRank
 from plausible.blocks.curvature.structures import Block, Curvature, CurvatureName, Diagonal, StructureName, apart, assigned
 from plausible.core import memory
-from plausible.core.data import Batch, Data, Estimator, Watch, run
+from plausible.core.data import Batch, Data, Estimator, Watch, run_passes
 from plausible.core.model import Model
 from plausible.core.transforms import value_and_gradient
 from plausible.core.weights import Weights
@@ -91,7 +91,7 @@ def estimate(model: Model, weights: Mapping[str, Tensor], data: Data, *, watch: 
 
     `watch` is told the number of examples that were seen so far, and a note.
     """
-    return run(start(model, weights, data, **settings), data, watch)
+    return run_passes(start(model, weights, data, **settings), data, watch)
 
 
 def start(

@@ -229,7 +229,7 @@ class Softmax(OutputFisher):
         return torch.diag_embed(self._p) - self._p[..., :, None] * self._p[..., None, :]
 
 
-class Dense(OutputFisher):
+class DenseFisher(OutputFisher):
     """F as it stands at each position: `matrices` [B, P, C, C] for outputs of `shape`."""
 
     def __init__(self, matrices: Tensor, shape: torch.Size):
@@ -359,7 +359,7 @@ def output_fisher(
         if mask.shape != outputs.shape[:-1]:
             raise _unclear_mask(mask, outputs, inside)
         values = values * mask[..., None, None]
-    return Dense(values.reshape(len(outputs), -1, *values.shape[-2:]), outputs.shape)
+    return DenseFisher(values.reshape(len(outputs), -1, *values.shape[-2:]), outputs.shape)
 
 
 def _behaves_as(likelihood: Likelihood, kind: type[Likelihood]) -> bool:
@@ -419,7 +419,7 @@ def _total(likelihood: Likelihood, outputs: Tensor, targets: Tensor, noise: Nois
     return (each if mask is None else torch.where(mask, each, 0.0)).sum()
 
 
-def _at_the_targets(likelihood: Likelihood, outputs: Tensor, targets: Maybe, noise: Noise, mask: Maybe) -> Dense:
+def _at_the_targets(likelihood: Likelihood, outputs: Tensor, targets: Maybe, noise: Noise, mask: Maybe) -> DenseFisher:
     """−∂² log p(y_b | f_b)/∂f_b² at the observed targets, n backward passes; TypeError where it is not positive."""
     name = type(likelihood).__name__
     advice = (
@@ -448,4 +448,4 @@ def _at_the_targets(likelihood: Likelihood, outputs: Tensor, targets: Maybe, noi
             f"the Hessian of −log p under {name} is not positive at {int((smallest < -tolerance).sum())} of {len(at)} targets "
             f"(smallest eigenvalue {float(smallest.min()):.3g}), so that it is no curvature of a Gaussian: {advice}"
         )
-    return Dense(hessian[:, None], outputs.shape)
+    return DenseFisher(hessian[:, None], outputs.shape)

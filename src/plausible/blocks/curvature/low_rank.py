@@ -18,7 +18,7 @@ from plausible.blocks.curvature.products import FEWER, Kind, Product
 from plausible.blocks.curvature.structures import Block, flat, flat_precision, named, weighted_gram
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import Batch, Data, Watch, run
+from plausible.core.data import Batch, Data, Watch, run_passes
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.weights import Weights
@@ -247,7 +247,7 @@ def leading(
     model: Model, weights: Mapping[str, Tensor], data: Data, rank: int, *, watch: Watch = None, **settings: Any
 ) -> tuple[Tensor, Weights]:
     """The largest eigenvalues of C = Σ_n weight_n J_nᵀF_nJ_n, [k] falling, and vectors {name: [k, *shape]}: see `Eigenpairs`."""
-    return run(Eigenpairs(model, weights, data, rank, **settings), data, watch)
+    return run_passes(Eigenpairs(model, weights, data, rank, **settings), data, watch)
 
 
 class _Lanczos:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point, gaussian
 from plausible.blocks.kernels.native import Perceptron, Unsuitable, fixed_scales, own_precision, perceptron
-from plausible.blocks.kernels.native_source import Linear
+from plausible.blocks.kernels.native_source import LinearLayer
 from plausible.core.words import log
 
 LARGEST = 8192  # padded weights of a network from which on registers do not hold position, momentum and gradient
@@ -40,7 +40,7 @@ class Way(NamedTuple):
     precision: str
 
     @classmethod
-    def choose(cls, layers: Sequence[Linear], chains: int) -> Way:
+    def choose(cls, layers: Sequence[LinearLayer], chains: int) -> Way:
         """Few warps for many chains, which hide each other's waiting; tensor cores where one product follows another."""
         held, widest = elements(layers)
         if len(layers) > 2 or layers[-1].outputs > 1:
@@ -219,7 +219,7 @@ ACTIVATIONS = {
 class _Matrix:
     """A layer as the kernel holds it: `[rows, columns]`, or a vector `[rows]` where there is one output."""
 
-    layer: Linear
+    layer: LinearLayer
     columns: int  # 0: a vector
 
     @property
@@ -246,7 +246,7 @@ class _Matrix:
         ]
 
 
-def matrices(layers: Sequence[Linear]) -> list[_Matrix]:
+def matrices(layers: Sequence[LinearLayer]) -> list[_Matrix]:
     """The layers with their padded sizes: what a layer gives is as wide as the next one takes it."""
     held = []
     for layer, after in zip(layers, [*layers[1:], None]):
@@ -256,7 +256,7 @@ def matrices(layers: Sequence[Linear]) -> list[_Matrix]:
     return held
 
 
-def source(layers: Sequence[Linear], likelihood: str, size: int, noise: int | None, *, rows: int, precision: str) -> str:
+def source(layers: Sequence[LinearLayer], likelihood: str, size: int, noise: int | None, *, rows: int, precision: str) -> str:
     """The kernel for these layers: tiles of so many `rows` of examples, products of this `precision`.
 
     `noise` is where a learned log scale lies.
@@ -425,7 +425,7 @@ def _likelihood(likelihood: str, last: _Matrix, f: str) -> list[str]:
     return [*lines, f"sums += -0.5 * {'tl.sum(square, axis=1)' if wide else 'square'}.to(tl.float64)"]
 
 
-def elements(layers: Sequence[Linear]) -> tuple[int, int]:
+def elements(layers: Sequence[LinearLayer]) -> tuple[int, int]:
     """Padded weights, and the widest padded layer: what the kernel must hold on the chip."""
     held = matrices(layers)
     return sum(m.rows * max(m.columns, 1) for m in held), max(max(m.rows, m.columns) for m in held)

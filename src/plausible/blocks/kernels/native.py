@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
-from plausible.blocks.kernels.native_source import BuildError, Linear, load, source
+from plausible.blocks.kernels.native_source import BuildError, LinearLayer, load, source
 from plausible.core.data import ArrayData
 from plausible.core.likelihoods import LOG_SCALE, Bernoulli, Categorical, Gaussian
 from plausible.core.priors import Gaussian as GaussianPrior
@@ -232,7 +232,7 @@ def native_density(density: ModelDensity, threads: int | None = None) -> NativeD
 class Perceptron(NamedTuple):
     """Layers, the kind of likelihood, and where a learned log scale lies in a position."""
 
-    layers: list[Linear]
+    layers: list[LinearLayer]
     likelihood: str
     noise: int | None
 
@@ -295,14 +295,14 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
         yield from _modules(child, f"{prefix}{name}.")  # type: ignore[arg-type]
 
 
-def _layers(network: nn.Module, offsets: dict[str, int]) -> list[Linear]:
-    layers: list[Linear] = []
+def _layers(network: nn.Module, offsets: dict[str, int]) -> list[LinearLayer]:
+    layers: list[LinearLayer] = []
     for name, module in _modules(network):
         if type(module) is nn.Linear:
             weight, bias = (offsets.get(f"{name}{part}") for part in ("weight", "bias"))
             if weight is None or (module.bias is not None and bias is None):
                 raise Unsuitable(f"weights of {name.rstrip('.')} are not random")
-            layers.append(Linear(module.in_features, module.out_features, weight, bias))
+            layers.append(LinearLayer(module.in_features, module.out_features, weight, bias))
         elif type(module) in (nn.Identity, nn.Dropout) or (
             type(module) is nn.Flatten and module.start_dim in (1, -1) and module.end_dim in (1, -1)
         ):

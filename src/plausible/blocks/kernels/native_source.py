@@ -58,7 +58,7 @@ def _error_function(end: float, degree: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearLayer:
     """One linear layer, where its weights lie in a position, and the activation behind it with its settings."""
 
     inputs: int
@@ -69,7 +69,7 @@ class Linear:
     settings: tuple[float, float] = (0.0, 0.0)
 
 
-def source(layers: Sequence[Linear], likelihood: str, size: int, noise: int | None, *, double: bool = False) -> str:
+def source(layers: Sequence[LinearLayer], likelihood: str, size: int, noise: int | None, *, double: bool = False) -> str:
     """The whole program for these layers; `noise` is where a learned log scale lies, `size` the number of weights."""
     end, degree = (36.0, 52) if double else (16.0, 22)  # beyond √end erf is 1
     series = tuple(1 / (2 * k + 1) for k in range(17 if double else 8))  # atanh(z)/z in z² up to 1/9

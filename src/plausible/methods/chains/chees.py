@@ -54,7 +54,7 @@ class Length(NamedTuple):
         return Length(log_length, log_length.clone(), torch.zeros_like(self.square), torch.zeros_like(self.tried))
 
 
-class Tuned(NamedTuple):
+class ChEESAdaptation(NamedTuple):
     """Step size and masses, common to all chains, and the trajectory length."""
 
     shared: Adaptation
@@ -112,10 +112,10 @@ class ChEES(Adapting):
         step = start.step[0]
         log_length = (4 * step).log() if self.length is None else torch.full_like(step, math.log(self.length))
         zero = torch.zeros_like(step)
-        return state._replace(adaptation=Tuned(start, Length(log_length, log_length.clone(), zero, zero.clone())))
+        return state._replace(adaptation=ChEESAdaptation(start, Length(log_length, log_length.clone(), zero, zero.clone())))
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
-        tuned: Tuned = state.adaptation
+        tuned: ChEESAdaptation = state.adaptation
         step = tuned.shared.step
         warming = self.adapt and self.warming(state)
         # after the warm-up the average, which is less noisy than the last iterate
@@ -128,7 +128,9 @@ class ChEES(Adapting):
             tuned = self._tuned(target, tuned, new, start, end, count * step[0])
         return new._replace(adaptation=tuned)
 
-    def _tuned(self, target: Density, tuned: Tuned, new: ChainState, start: Point, end: Point, time: Tensor) -> Tuned:
+    def _tuned(
+        self, target: Density, tuned: ChEESAdaptation, new: ChainState, start: Point, end: Point, time: Tensor
+    ) -> ChEESAdaptation:
         """The step size by the harmonic mean of acceptances, masses in windows, T up the slope of the criterion."""
         now, acceptance = tuned.shared, new.statistics["acceptance"]
         # the harmonic mean is ruled by the worst chains, which a common step must serve too
@@ -145,7 +147,7 @@ class ChEES(Adapting):
             length = length.climbed(slope, self.max_leapfrogs * now.averaging.final[0])
             if shared.metric is not now.metric:
                 length = length.restarted(now.metric, shared.metric)
-        return Tuned(shared, length)
+        return ChEESAdaptation(shared, length)
 
 
 def _common(step: Tensor) -> Tensor:

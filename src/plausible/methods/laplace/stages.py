@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -14,10 +13,10 @@ from plausible.blocks.ascent import Climb, Descent, begin_climb, begin_descent, 
 from plausible.blocks.curvature.estimating import start
 from plausible.blocks.curvature.products import choose_chunk, log_joint_gradient
 from plausible.blocks.curvature.structures import Curvature
-from plausible.core.data import Batch, Estimator, StreamData
-from plausible.core.data import run as run_passes
+from plausible.core.data import Batch, Estimator, StreamData, run_passes
 from plausible.core.model import Model
 from plausible.core.weights import Weights, flatten, index, unflatten
+from plausible.core.words import log
 from plausible.engine.method import Info, Plan, Run, Stage, Traits
 from plausible.engine.passes import Pass, PassState
 from plausible.methods.laplace.mode import (
@@ -32,7 +31,6 @@ from plausible.methods.laplace.mode import (
 if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
 
-log = logging.getLogger("plausible")
 
 TAU, NOW, BEST, CHOSEN, ENDED = "tau/", "now/", "best/", "chosen/", "ended/"
 """What names begin with, among the tensors that stages leave: tuned precisions, the last mode and the best, and so on."""

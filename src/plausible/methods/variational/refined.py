@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.blocks.refinement import Guess, Slopes, log_initial, refine, refined_group, slope_in_training
+from plausible.blocks.refinement import GroupSlopes, Guess, log_initial, refine, refined_group, slope_in_training
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.variational import entropy
 from plausible.core.data import ArrayData, Batch, StreamData
@@ -139,7 +139,7 @@ class Sources(NamedTuple):
     """What draws are refined from: q₀ with the sampler, and slopes of the log joint, on all data or on batches."""
 
     guess: Guess
-    slopes: Slopes
+    slopes: GroupSlopes
     group: int
 
 
@@ -174,7 +174,7 @@ class Refining(Stage):
         size = None if isinstance(data, StreamData) else method.plan(data.num_data).batch_size
         # on all data refinements have a known target, and importance weights give the evidence
         whole = isinstance(data, ArrayData) and size in (None, data.num_data)
-        slopes = Slopes(model, select(left, (*model.points, *model.buffers)), data, whole=whole, size=size)
+        slopes = GroupSlopes(model, select(left, (*model.points, *model.buffers)), data, whole=whole, size=size)
         return Sources(guess, slopes, slopes.group(method.draws_kept, num_elements(means)))
 
     def start(self, model: Model, run: Run[Sources], key: Tensor) -> RefiningState:
