@@ -7,7 +7,6 @@ gives the same bits.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import warnings
@@ -22,10 +21,10 @@ from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.transforms import compiled as compiled_function
 from plausible.core.weights import clone, copy_into
+from plausible.core.words import log
 from plausible.engine.method import Info, Run
 from plausible.engine.source import Source
 
-log = logging.getLogger("plausible")
 StepMode = Literal["eager", "captured", "compiled", "compiled+captured"]
 Step = Callable[[Model, Run[Any], Any, Batch], tuple[Any, Info]]
 

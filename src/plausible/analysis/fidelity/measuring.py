@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,10 +17,9 @@ from plausible.analysis.fidelity.sides import CLASSES, FRESH, Side, divide, jack
 from plausible.blocks.chains.density import ModelDensity
 from plausible.core.data import ArrayData, Data, as_data, num_rows
 from plausible.core.weights import Weights
+from plausible.core.words import log
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
-
-log = logging.getLogger("plausible")
 
 STEIN = 1000
 """Most draws of weights that the Stein discrepancy looks at."""

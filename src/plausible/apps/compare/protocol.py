@@ -6,7 +6,6 @@ otherwise; scores are those of the predictive distribution in the units of the t
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from pathlib import Path
@@ -20,13 +19,12 @@ from plausible.apps.compare.study import Candidate, Cell, Study
 from plausible.apps.datasets.results import Split
 from plausible.apps.tables import mlp
 from plausible.core import likelihoods, priors
+from plausible.core.words import log
 from plausible.engine import DivergenceError
 from plausible.fitting import fit
 from plausible.methods.ensembles.ensemble import Ensemble
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
-
-log = logging.getLogger("plausible")
 
 _LIKELIHOODS = {
     "gaussian": (likelihoods.Gaussian, 1),

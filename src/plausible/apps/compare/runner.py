@@ -20,8 +20,8 @@ from typing import Any
 from plausible.apps.compare.study import Cell, Study
 from plausible.apps.compare.tables import SHOWN
 from plausible.core.storage import write_atomically
+from plausible.core.words import log
 
-log = logging.getLogger("plausible")
 Told = Callable[[int, int, Cell, dict[str, Any]], None]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import shutil
 import time
@@ -25,6 +24,7 @@ from plausible.core.data import as_data, select_rows
 from plausible.core.likelihoods import Likelihood
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import read_json, write_json
+from plausible.core.words import log
 from plausible.engine import Checkpoint
 from plausible.engine.method import Method
 from plausible.engine.watching import Monitor
@@ -33,7 +33,6 @@ from plausible.methods import create
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
 
-log = logging.getLogger("plausible")
 CHECKPOINT_SECONDS = 240.0  # stacked states are large
 HIGHER_IS_BETTER = ("accuracy", "log_likelihood", "auroc")
 Score = Callable[[Posterior], Mapping[str, float]]

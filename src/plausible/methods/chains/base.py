@@ -7,7 +7,6 @@ moves all chains once. Everything else is here and in the engine.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -28,11 +27,10 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, index, stack
+from plausible.core.words import log
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits, check_choice
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.chains import PREFIX, ChainsPosterior
-
-log = logging.getLogger("plausible")
 
 STATISTICS = ("acceptance", "divergent", "step_size", "leapfrogs", "energy")
 """What all kernels know of a transition; some know more."""

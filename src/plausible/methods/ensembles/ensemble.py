@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,6 +15,7 @@ from plausible.core.memory import require_memory
 from plausible.core.model import Model
 from plausible.core.serialise import register
 from plausible.core.weights import Weights, concatenate, index, num_bytes, stack
+from plausible.core.words import log
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Stage, Traits, check_choice, create
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior
@@ -24,8 +24,6 @@ from plausible.posteriors.mixture import MixturePosterior
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
-
-log = logging.getLogger("plausible")
 
 
 @register

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -19,14 +18,13 @@ from plausible.core.model import Model
 from plausible.core.networks import choose, last_layer
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
+from plausible.core.words import log
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits
 from plausible.methods.laplace import stages as parts
 from plausible.methods.laplace.mode import check_gaussian
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.linearised import PREDICTIVES
-
-log = logging.getLogger("plausible")
 
 
 @register

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,12 +25,12 @@ from plausible.core.priors.composed import leaves
 from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
+from plausible.core.words import log
 from plausible.posteriors.linearised import CurvedGaussian, LaplacePosterior, centre, gaussian_rule, rule_centre
 
 if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
 
-log = logging.getLogger("plausible")
 
 FAR = 0.3
 """Posterior standard deviations from the mode, root mean square over the weights, from which a warning is due."""
