@@ -25,10 +25,11 @@ from plausible.apps.compare.tables import mean
 from plausible.blocks.stochastic import Noise, gaussians, survey
 from plausible.core import random
 from plausible.core.likelihoods import Categorical
+from plausible.core.networks import choose_device
 from plausible.core.priors import Gaussian
 from plausible.core.weights import Weights
 from plausible.engine.watching import Monitor
-from plausible.fitting import choose_device, fit
+from plausible.fitting import fit
 from plausible.methods import Ensemble, MeanField
 
 if TYPE_CHECKING:

@@ -38,9 +38,10 @@ from plausible.apps import datasets
 from plausible.apps.compare.tables import mean
 from plausible.core import random
 from plausible.core.likelihoods import Categorical
+from plausible.core.networks import choose_device
 from plausible.core.priors import Gaussian, Patterns
 from plausible.core.schedules import Cosine
-from plausible.fitting import choose_device, fit
+from plausible.fitting import fit
 from plausible.methods import MAP, Laplace
 from plausible.posteriors.linearised import LaplacePosterior
 

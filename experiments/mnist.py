@@ -19,10 +19,11 @@ from experiments.frame import Request, Results, Sheet, Values, look
 from plausible.apps import datasets
 from plausible.apps.compare.tables import mean
 from plausible.core.likelihoods import Categorical
+from plausible.core.networks import choose_device
 from plausible.core.priors import Flat, Prior
 from plausible.engine import Checkpoint
 from plausible.engine.watching import Monitor
-from plausible.fitting import choose_device, fit
+from plausible.fitting import fit
 from plausible.methods import Ensemble, Method
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import LawPosterior

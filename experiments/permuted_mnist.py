@@ -35,9 +35,10 @@ from experiments.frame import (
 from plausible.apps.compare.tables import mean
 from plausible.core import random
 from plausible.core.likelihoods import Categorical
+from plausible.core.networks import choose_device
 from plausible.core.priors import Earlier, Gaussian, Prior
 from plausible.core.schedules import Cosine
-from plausible.fitting import choose_device, fit
+from plausible.fitting import fit
 from plausible.methods import MAP, Laplace, Method
 from plausible.posteriors.base import Posterior
 from plausible.testing import quick

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from plausible.core.model import Model
 from plausible.core.networks import Where, check_inputs, choose_device
 from plausible.core.priors import Prior, as_prior
 from plausible.core.weights import Weights
+from plausible.core.words import log
 from plausible.engine import Checkpoint, Options
 from plausible.engine.checkpoint import identity
 from plausible.engine.data_parallel import assemble
@@ -30,8 +30,6 @@ from plausible.engine.running import show_result
 from plausible.methods import create
 from plausible.posteriors.base import Posterior, checked
 from plausible.posteriors.saving import load
-
-log = logging.getLogger("plausible")
 
 __all__ = ["fit", "load"]
 
@@ -93,37 +91,38 @@ def fit(
     seed = operator.index(seed)
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
-    with assemble(method) as team:
+    with assemble(method) as team:  # the other processes of a run under torchrun, or none
         module = network.network if isinstance(network, Model) else network
-        target = choose_device(module, team.device(device, module))
-        with torch.inference_mode(False), random.isolated(team.seed(seed), target):
-            model, prepared = prepare(
-                network, data, likelihood, prior, where, output, target, num_data, mask, precision, method
+        chosen_device = choose_device(module, team.device(device, module))
+        # networks and methods may draw from torch's global generators: they are seeded for the run, and put back
+        with torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
+            model, examples = model_and_examples(
+                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method
             )
             starts = None
             if init is not None:
                 model, starts = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
             if isinstance(team, Ranks):
-                model, starts = team.agree(model, starts, identity(method, model, prepared, seed))
+                model, starts = team.agree(model, starts, identity(method, model, examples, seed))
             options = Options(
                 seed=seed,
                 compile=compile,
                 progress=progress,
                 callbacks=tuple(callbacks),
                 checkpoint=Checkpoint.of(checkpoint),
-                identity=identity(method, model, prepared, seed, precision, starts) if checkpoint is not None else {},
+                identity=identity(method, model, examples, seed, precision, starts) if checkpoint is not None else {},
                 starts=starts,
                 team=team,
             )
-            if precision == "tf32" and target.type != "cuda":
-                log.info("precision='tf32' has no effect on %s", target.type)
-            with tensor_float(precision == "tf32" and target.type == "cuda"):
-                model, run, fitted = engine.run(method, model, prepared, options)
+            if precision == "tf32" and chosen_device.type != "cuda":
+                log.info("precision='tf32' has no effect on %s", chosen_device.type)
+            with tensor_float(precision == "tf32" and chosen_device.type == "cuda"):
+                model, run, fitted = engine.run(method, model, examples, options)
             resume = f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else ""
             if fitted.interrupted and fitted.draws is None and method.traits.keeps_draws:
                 raise KeyboardInterrupt(f"stopped before the first draw was kept{resume}")
             posterior = method.posterior(model, run, fitted)
-            show_result(method, prepared, posterior, fitted, callbacks)
+            show_result(method, examples, posterior, fitted, callbacks)
     if fitted.interrupted and not team.rank:  # the first one says it
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"
@@ -134,7 +133,7 @@ def fit(
     return posterior
 
 
-def prepare(
+def model_and_examples(
     network: nn.Module | Model,
     data: Any,
     likelihood: Likelihood | None,
@@ -147,15 +146,19 @@ def prepare(
     precision: str | None,
     method: Method,
 ) -> tuple[Model, Data]:
-    """The model of a network or a model, and the data as the engine reads them; all is checked that can be before the work."""
+    """The two things that the engine runs on: the model, and the data in one of the forms that it reads.
+
+    Everything that can be checked without training is checked here. A `Model` given as `network` is used as it is; otherwise one
+    is built, with the likelihood inferred from the targets and the default prior where none is given.
+    """
     module = network.network if isinstance(network, Model) else network
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if first is None else first.dtype
     if likelihood is not None and not isinstance(likelihood, Likelihood):
         hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
         raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")
-    prepared = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
-    first_batch = prepared.batch if isinstance(prepared, ArrayData) else next(iter(prepared.chunks(8)), None)
+    examples = as_data(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
+    first_batch = examples.batch if isinstance(examples, ArrayData) else next(iter(examples.chunks(8)), None)
     if first_batch is None:
         raise ValueError("data is empty: the loader gave no batch")
     example = select_rows(first_batch, slice(8))  # enough to learn the shapes from
@@ -163,8 +166,8 @@ def prepare(
         if any(v is not None for v in (likelihood, prior, where, output, precision)):
             raise ValueError("a Model brings its own likelihood, prior, where, output and precision: leave those arguments out")
         model = network.to(device)
-        if model.num_data != prepared.num_data:
-            raise ValueError(f"the Model was made for {model.num_data} examples and data has {prepared.num_data}")
+        if model.num_data != examples.num_data:
+            raise ValueError(f"the Model was made for {model.num_data} examples and data has {examples.num_data}")
         with torch.no_grad():
             check_inputs(model, example.x)
     else:
@@ -179,14 +182,15 @@ def prepare(
             likelihood,
             as_prior(prior),
             example,
-            num_data=prepared.num_data,
+            num_data=examples.num_data,
             where=where,
             output=output,
             device=device,
             precision=_as_precision(precision, method),
-            check_targets=not isinstance(prepared, ArrayData),
+            # arrays are checked as a whole below; of a stream these few rows are all there is to look at now
+            check_targets=not isinstance(examples, ArrayData),
         )
-    return model, checked(model, prepared)
+    return model, checked(model, examples)
 
 
 def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
@@ -214,10 +218,11 @@ def tensor_float(wanted: bool) -> Iterator[None]:
 
 
 def continuing(model: Model, earlier: Posterior, members: int = 1) -> tuple[Model, Weights]:
-    """The model at the last draw of an earlier posterior, and starting points: members of an ensemble start at draws of their own.
+    """For `fit(init=…)`: the model with the last starting point as its initial weights, and all starting points, stacked.
 
-    Those are the last states of the earlier chains or members, or, of a single chain, draws spread evenly over it. A posterior that
-    is a law over the weights starts one run at its means, and several at draws.
+    Which they are, the earlier posterior says (`starting_points`): the last states of its chains or members, draws spread evenly
+    over a single chain, or the means of a law over the weights (and draws of it where there are several `members`). A method
+    without members starts at the model's initial weights, an ensemble or a sampler at the points in turn.
     """
     if not isinstance(earlier, Posterior):
         raise TypeError(f"init must be an earlier Posterior, got {type(earlier).__name__}")

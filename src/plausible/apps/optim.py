@@ -292,7 +292,7 @@ class IVON(torch.optim.Optimizer):
         """
         from plausible.core import priors
         from plausible.core.networks import choose_device
-        from plausible.fitting import prepare
+        from plausible.fitting import model_and_examples
         from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
         held = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -307,7 +307,7 @@ class IVON(torch.optim.Optimizer):
         method = _as_method(self.param_groups[0])
         prior, where = priors.as_prior({**rules, "*": priors.Flat()}), lambda name: name in named
         output, num_data, device = settings.pop("output", None), settings.pop("num_data", None), choose_device(network, None)
-        model, _ = prepare(network, data, likelihood, prior, where, output, device, num_data, None, None, method)
+        model, _ = model_and_examples(network, data, likelihood, prior, where, output, device, num_data, None, None, method)
         if settings:
             raise TypeError(f"posterior: unknown settings {', '.join(settings)}; there are output and num_data")
         if model.likelihood_names:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -27,13 +26,12 @@ from plausible.core import weights as tree
 from plausible.core.data import Batch, StreamData, num_rows
 from plausible.core.model import Joint, Model
 from plausible.core.optimisers import transformed
+from plausible.core.words import log
 from plausible.engine.checkpoint import Checkpoint, Resumed
 from plausible.engine.method import Method, Plan
 from plausible.engine.ranks import Outcome, Ranks, SplitMembers, Team, Vote, count_votes, leave
 from plausible.engine.source import Source, share
 from plausible.engine.stepper import StepMode
-
-log = logging.getLogger("plausible")
 
 
 class DividedBatches(Ranks):
@@ -130,7 +128,7 @@ class DividedBatches(Ranks):
     # -----------------------------------------------------------------------------------------------------------------
 
     def meet(self, vote: Vote, state: Any) -> Outcome:
-        """As always, and all must have come to the same weights."""
+        """As for all ranks; and all must have come to the same weights."""
         assert self._sum is not None
         # ranks that are still inside a segment would wait here for gradients that do not come
         at_boundary, have_failed = self._sum.beat(boundary=True)
@@ -165,7 +163,7 @@ class SharedModel(Model):
     team: Any = None
 
     def gradient(self, weights: Mapping[str, Tensor], batch: Batch, **settings: Any) -> Joint:
-        """That of `Model`, averaged; running statistics are averaged too (batch norm itself sees one rank's rows)."""
+        """The gradient of `Model`, averaged over ranks, and so are running statistics (batch norm itself sees one rank's rows)."""
         self._refuse_transforms()
         with self._own_noise():
             joint = super().gradient(weights, batch, **settings)
@@ -181,7 +179,7 @@ class SharedModel(Model):
         )
 
     def log_joint(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
-        """That of the whole batch; not to be differentiated."""
+        """The log joint of the whole batch; it cannot be differentiated."""
         self._refuse_transforms()
         with self._own_noise():
             value = super().log_joint(weights, batch, train=train)
@@ -240,7 +238,7 @@ class _Sum:
         return {name: parts[name].view(self.shapes[name][0]).to(self.shapes[name][1]) for name in names}
 
     def beat(self, *, boundary: bool = False, failed: bool = False) -> tuple[int, int]:
-        """Take part with nothing to add: how many ranks are at a boundary, how many have failed."""
+        """Take part in the sum with nothing to add; returns how many ranks are at a boundary and how many have failed."""
         self.buffer.zero_()
         self.buffer[-2:] = torch.tensor([float(boundary), float(failed)])
         self._reduce()
@@ -248,7 +246,7 @@ class _Sum:
         return int(at_boundary), int(have_failed)
 
     def leave(self) -> None:
-        """Keep the others company until they hear that this rank has failed."""
+        """Go on taking part in sums, so that no rank waits in vain, until the others have heard that this one has failed."""
         while True:
             at_boundary, have_failed = self.beat(failed=True)
             if at_boundary or have_failed == self.team.size:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Left(NamedTuple):
-    """What one rank has left: `each` draws at each of `times`, of names, shapes and types `like`; `keeps`: whether any count."""
+    """What one rank tells the others that it has left.
+
+    It kept `each` draws at each of `times` moments, tensors of the names, shapes and types in `like`; they count where `keeps`.
+    """
 
     keeps: bool
     members: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -17,6 +16,7 @@ from torch import Tensor
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
 from plausible.core.weights import clone, num_bytes
+from plausible.core.words import log
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.checkpoint import Checkpointer
 from plausible.engine.method import DivergenceError, Fitted, Info, Method, Plan, Run, Stage
@@ -26,32 +26,31 @@ from plausible.engine.stepper import Captured, Eager, StepMode, Stepper, make
 from plausible.engine.stopping import Stopping
 from plausible.engine.watching import Interrupt, Monitor, Progress
 
-log = logging.getLogger("plausible")
 Callback = Callable[[int, dict[str, float]], Any]
 
 
 class _Mark(NamedTuple):
-    """A moment of a run to which it can go back."""
+    """A moment of a run to which it can go back: taken before each segment, used where a segment diverges."""
 
     done: int
     state: Any
     draws: WriterMark
-    lengths: dict[str, int]
+    lengths: dict[str, int]  # of the history, by term
     sums: dict[str, float]
-    random: dict[str, Tensor]
-    passes: tuple[Tensor | None, int]
+    random: dict[str, Tensor]  # the states of torch's global generators
+    passes: tuple[Tensor | None, int]  # of a loader: the generator's state at the start of its pass, and the position in it
 
 
 @dataclass
 class StagePlace:
-    """Where a stage stands in the run of its method: how many steps callbacks have heard of, and what earlier stages left."""
+    """Where a stage stands in the run of its method: its number, and what the stages before it add up to."""
 
     method: Method
     number: int = 0
     last: bool = True
-    steps: int = 0
-    seconds: float = 0.0
-    record: Any = None  # what earlier stages add to the checkpoint
+    steps: int = 0  # of the stages before: callbacks count on from here
+    seconds: float = 0.0  # of the stages before
+    record: Any = None  # what the stages before add to the checkpoint
 
     @property
     def single(self) -> bool:
@@ -59,7 +58,12 @@ class StagePlace:
 
 
 class Loop:
-    """One stage: the loop's variables in one place."""
+    """The loop over the steps of one stage; `go` runs it.
+
+    Steps run in *segments* of up to `MAX_SEGMENT`. Between two segments the ranks agree how far to go next, the loop looks at what
+    the steps logged (and on a GPU waits for it), monitors see the posterior so far, and a checkpoint is written where one is due.
+    A segment that met NaN or infinity is undone: the loop goes back to the mark that it took before it.
+    """
 
     MAX_SEGMENT = 256
     TWO_MARKS = 2**28  # bytes of state up to which the start of the segment before is kept too
@@ -87,33 +91,32 @@ class Loop:
         self.monitors = [callback for callback in callbacks if isinstance(callback, Monitor)]
         self.resting = not team.works  # nothing is left to do here, but others may be at work
         self.device = model.device
-        self.history: dict[str, list[float]] = {}
-        self.sums: dict[str, float] = {}
-        self.done = 0
+        self.history: dict[str, list[float]] = {}  # the mean of each term over each epoch
+        self.sums: dict[str, float] = {}  # of each term, over the epoch that has not ended yet
+        self.done = 0  # steps
         self.seconds = 0.0
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def go(self, resumed: checkpoints.Resumed | None) -> Fitted:
+        """Run the stage until it is over or interrupted, from the checkpoint `resumed` on where there is one."""
         if resumed is not None:
             self._resume(resumed)
             self.resting = self.resting or resumed.finished
-        # a new stage of a run that is checkpointed
         elif self.keeper is not None and self.place.number:
-            self._save(finished=False)  # what the stages before took is safe from here on
+            self._save(finished=False)  # a later stage begins: what those before it took is safe from here on
         if self.resting:
             return self._rest()
-        # time that was spent before a kill counts
-        started = time.monotonic() - self.seconds
+        started = time.monotonic() - self.seconds  # time that was spent before a kill counts
         stepper = self._stepper(resumed)
         self._place_generators(resumed)
         self.team.step = self.done
-        segment, over = 1, self.stage.finished(self.state)
+        length, over = 1, self.stage.finished(self.state)  # length: how many steps the next segment should have
         good: _Mark | None = None  # the latest moment from which a step is known to have been finite
         with Interrupt() as interrupt, self._bar() as bar, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
             while True:
-                wish = self._segment(segment, stepper) if self.done < self.plan.steps else 0
+                wish = self._segment(length, stepper) if self.done < self.plan.steps else 0
                 outcome = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
                 if outcome.over:
                     break
@@ -125,13 +128,7 @@ class Loop:
                 infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
                 self.seconds = time.monotonic() - started
                 rows = _stacked(infos)
-                bad = self._first_bad(rows)
-                if bad is not None:
-                    # a bad first step was made bad by the last update before the mark: go back one segment further
-                    self._diverged(bad, good if bad[0] == 0 and good is not None else mark, mark.done)
-                bad = self._bad_weights(stepper.state, len(infos))
-                if bad is not None:
-                    self._diverged(bad, mark, mark.done)
+                self._refuse_divergence(rows, stepper.state, len(infos), mark, good)
                 good = mark if num_bytes(mark.state) <= self.TWO_MARKS else None
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
@@ -143,16 +140,21 @@ class Loop:
                 # longer while segments are short: each costs a look at what was logged, and on a GPU a wait for it
                 took = time.monotonic() - clock
                 if took < 0.1:
-                    segment = min(2 * segment, self.MAX_SEGMENT)
+                    length = min(2 * length, self.MAX_SEGMENT)
                 elif took > 0.5:
-                    segment = max(1, segment // 2)
-                bar.update(getattr(self.state, "seen", self.done), self._caption(rows))
+                    length = max(1, length // 2)
+                bar.update(getattr(self.state, "seen", self.done), self._caption(rows))  # a pass counts examples, not steps
                 if self.keeper is not None and self.keeper.due(self.done) and not last:  # the final one follows at once
                     self._save(finished=False)
         self.state = stepper.state
-        if outcome.interrupted and self.keeper is not None:
+        self._end(outcome.interrupted)
+        return self._fitted(outcome.interrupted)
+
+    def _end(self, interrupted: bool) -> None:
+        """After the last step: the best weights where training stopped early, the draw of a plan that keeps one, a checkpoint."""
+        if interrupted and self.keeper is not None:
             self._save(finished=False)  # before the best weights take the place of the last: a resumed run trains on
-        if outcome.interrupted and self.stage.traits.verb == "accumulate":
+        if interrupted and self.stage.traits.verb == "accumulate":
             raise KeyboardInterrupt(
                 f"stopped during a pass over the data ({label(self.stage)}), of which nothing is known before its end"
                 + ("" if self.keeper is None else f"; resume with checkpoint={str(self.keeper.folder)!r}")
@@ -161,12 +163,15 @@ class Loop:
             self.state = self.stopping.best_of(self.state)
         if self.place.last and not self.plan.thin:
             self._keep()
-        if not outcome.interrupted and self.keeper is not None and self.place.last:
+        if not interrupted and self.keeper is not None and self.place.last:
             self._save(finished=True)
-        return self._fitted(outcome.interrupted)
 
     def _stepper(self, resumed: checkpoints.Resumed | None) -> Stepper:
-        """The step, compiled or captured as the mode says; of a stage that samples, whose kernels are compiled, as it stands."""
+        """What advances the state: the step compiled or captured, as the mode says.
+
+        The step of a stage that samples or accumulates is run as it stands: what can be compiled there are its kernels, and
+        `prepare` has decided how they run (`run.prepared.mode`).
+        """
         if self.stage.traits.verb != "iterate":
             used: Any = getattr(self.run.prepared, "mode", "eager")
             self.mode = self.mode if resumed is not None else used
@@ -189,14 +194,14 @@ class Loop:
         return Progress(name, total, self.plan.unit, show, start=self.done)
 
     def _rest(self) -> Fitted:
-        """Be there for the others until they are done."""
+        """Take part in the meetings of the other ranks until they are done, without a step of one's own."""
         with Interrupt() as interrupt:
             while not (outcome := self.team.meet(Vote(self.done, 0, interrupt.requested), self.state)).over:
                 pass
         return self._fitted(outcome.interrupted)
 
     def _place_generators(self, resumed: checkpoints.Resumed | None) -> None:
-        """Generators and stream where they stood, whatever a trial step has consumed."""
+        """Put torch's generators and the loader where the run stands: trial steps may have moved them."""
         if self.source.stream:
             self.source.rewind()
             if resumed is not None and "pass" in resumed.random_states:
@@ -240,7 +245,7 @@ class Loop:
             return self.stage.looped_step  # type: ignore[attr-defined]
 
     def _segment(self, wish: int, stepper: Stepper) -> int:
-        """How many steps to run before looking up again; never past an event that needs the loop."""
+        """How many steps the next segment has, at most `wish`: never past a step after which the loop has something to do."""
         count = min(wish, self.plan.steps - self.done)
         to_epoch = self.plan.per_epoch - self.done % self.plan.per_epoch
         if self.stopping is not None or self.callbacks:
@@ -256,6 +261,7 @@ class Loop:
         return max(1, count)
 
     def _after(self, number: int, stepper: Stepper, interrupt: Interrupt) -> bool:
+        """After step `number` inside a segment: keep a draw where one is due; whether the segment ends here."""
         self.team.step = number
         if self.plan.keeps(number):
             self.state = stepper.state
@@ -266,13 +272,24 @@ class Loop:
         return interrupt.requested or (self.stage.traits.verb != "iterate" and self.stage.finished(stepper.state))
 
     def _keep(self) -> None:
+        """Store the draws that the present state stands for."""
         if not self.team.keeps:
             return
         if draws := self.stage.kept(self.model, self.run, self.state):
             self.writer.add_block(clone(draws))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What the steps said
+    # What the steps logged
+
+    def _refuse_divergence(self, rows: dict[str, Tensor], state: Any, steps: int, mark: _Mark, good: _Mark | None) -> None:
+        """Raise where a term or a weight of the `steps` since `mark` is not finite; `good` is the mark before, if it was kept."""
+        bad = self._first_bad(rows)
+        if bad is not None:
+            # a bad first step was made bad by the last update before the mark: go back one segment further
+            self._diverged(bad, good if bad[0] == 0 and good is not None else mark, mark.done)
+        bad = self._bad_weights(state, steps)
+        if bad is not None:
+            self._diverged(bad, mark, mark.done)
 
     def _first_bad(self, rows: dict[str, Tensor]) -> tuple[int, str, str] | None:
         """The first step of these (from 0) with a term that is not finite, that term, and what it became."""
@@ -289,7 +306,7 @@ class Loop:
         return worst
 
     def _bad_weights(self, state: Any, steps: int) -> tuple[int, str, str] | None:
-        """The same for the weights that the last step left, which no term has seen yet."""
+        """As `_first_bad`, for the weights that the last of these `steps` left: no logged term depends on them yet."""
         named = {**getattr(state, "weights", {}), **getattr(state, "buffers", {})}
         named = {name: value for name, value in named.items() if value.is_floating_point()}
         if named and not bool(torch.stack([torch.isfinite(value).all() for value in named.values()]).all()):
@@ -298,6 +315,7 @@ class Loop:
         return None
 
     def _diverged(self, bad: tuple[int, str, str], mark: _Mark, before: int) -> None:
+        """Go back to `mark`, save that, and raise; `bad` is the step (after the first `before`), its term, and what that became."""
         offset, term, value = bad
         step = before + offset + 1
         self.state, self.done, self.sums = mark.state, mark.done, mark.sums
@@ -401,7 +419,7 @@ class Loop:
             "seconds": self.seconds,
             "mode": self.mode,
             "pass_position": position,
-            "monitors": _marked([monitor.records for monitor in self.monitors]),
+            "monitors": _encoded([monitor.records for monitor in self.monitors]),
         }
         state = self.state.tensors() if self.stage.traits.verb == "accumulate" else self.state
         named = {"state": state, "before": self.run.before, "stopping": self.stopping and self.stopping.tree}
@@ -424,7 +442,7 @@ class Loop:
         self.seconds = float(record["seconds"])
         self.mode = record["mode"]
         for monitor, records in zip(self.monitors, record.get("monitors", [])):
-            monitor.records = _unmarked(records)
+            monitor.records = _decoded(records)
         # draws that were not yet in a shard lay in the checkpoint, on the CPU
         self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
 
@@ -435,7 +453,7 @@ class Loop:
 
 
 def label(stage: Stage) -> str:
-    """What the progress bar and the record call it: of stages around others, what is inside."""
+    """The name of a stage on the progress bar and in `run["stages"]`; a stage that wraps another is called after the inner one."""
     while (inner := getattr(stage, "stage", None)) is not None:
         stage = inner
     name = type(stage).__name__
@@ -443,21 +461,22 @@ def label(stage: Stage) -> str:
 
 
 def _stacked(infos: list[Info]) -> dict[str, Tensor]:
-    """Terms × steps (× members), on the CPU in float64."""
+    """What each term was at each step: [steps] or [steps, members], on the CPU in float64."""
     names = infos[0] if infos else ()
     return {name: torch.stack([info[name] for info in infos]).to("cpu", torch.float64) for name in names}
 
 
-def _marked(value: Any) -> Any:
-    """Records with {"number": "nan"} for what is not finite: among them may be strings, so that a bare "nan" could be either."""
+def _encoded(value: Any) -> Any:
+    """Records of monitors for JSON, which has no NaN: {"number": "nan"}, since the string "nan" may stand in a record as well."""
     if isinstance(value, dict):
-        return {key: _marked(inner) for key, inner in value.items()}
+        return {key: _encoded(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_marked(inner) for inner in value]
+        return [_encoded(inner) for inner in value]
     return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _unmarked(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
+    """The inverse of `_encoded`."""
     if isinstance(value, dict):
-        return float(value["number"]) if set(value) == {"number"} else {k: _unmarked(v) for k, v in value.items()}
-    return [_unmarked(inner) for inner in value] if isinstance(value, list) else value
+        return float(value["number"]) if set(value) == {"number"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(inner) for inner in value] if isinstance(value, list) else value

@@ -37,7 +37,10 @@ class DivergenceError(ArithmeticError):
 
 
 class Registry(MutableMapping[str, "type[Method]"]):
-    """Name → class. Whoever asks it finds all methods of the library: `discover` imports them then."""
+    """Name → class. It fills itself: the first question put to it imports all methods of the library, by `discover`.
+
+    `plausible.methods` sets `discover`, since the engine knows no methods.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[str, type[Method]] = {}
@@ -154,8 +157,8 @@ class Run(Generic[Prepared]):
 class Fitted(NamedTuple):
     """What a run leaves: the last state, kept draws, history per epoch, how it was run.
 
-    `left` are the named tensors that the last stage left, for methods of several stages; `stages` has (name, steps, seconds) of
-    each; `mode` is how the steps of the first were run.
+    `left` are the named tensors that the last stage left (its `kept`), for methods of several stages; `stages` has (name, steps,
+    seconds) of each; `mode` says how the steps of the first were run: "eager", "compiled", "captured" or what its kernels are.
     """
 
     state: Any
@@ -170,10 +173,19 @@ class Fitted(NamedTuple):
 
 
 class Stage:
-    """One verb of a run. `start` and `step` are pure: states are trees of tensors, and randomness comes from the key.
+    """One verb of a run: *iterate*, *accumulate* or *sample*.
 
-    A step may reuse the buffers of the state that it was given. One with several `members` advances all of them, stacked on the
-    leading axis of its state, and also has `looped_step`, for networks that vmap cannot stack.
+    `start` and `step` are pure: states are trees of tensors, and randomness comes from the key. A step may reuse the buffers of the
+    state that it was given. A stage with several `members` advances all of them, stacked on the leading axis of its state.
+
+    The engine also uses, where they are there:
+
+    - of a state `weights` and `buffers`: the default `kept` keeps them, early stopping judges them, NaN is looked for in them;
+    - of a state `seen` and `total`: what the progress bar counts instead of steps;
+    - of `run.prepared`, in a *sample* stage, `mode`: how its kernels run, for `posterior.run["mode"]`;
+    - of a stage with members `looped_step`: its step for networks that vmap cannot stack; and `first`: the number of the first
+      member that runs here, for messages;
+    - of a method with members `part(numbers)`: the method with these members alone, which is what one of several ranks runs.
     """
 
     traits: ClassVar[Traits] = Traits()
@@ -184,10 +196,7 @@ class Stage:
         raise NotImplementedError
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
-        """What there is to find out (or to refuse) about network and data before the first step; it becomes `run.prepared`.
-
-        Of a *sample* stage this may have a `mode`: how its kernels run.
-        """
+        """What there is to find out (or to refuse) about network and data before the first step; it becomes `run.prepared`."""
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
         """The starting state."""
@@ -198,9 +207,9 @@ class Stage:
         raise NotImplementedError
 
     def kept(self, model: Model, run: Run[Any], state: Any) -> Weights:
-        """The draws that a state stands for, weights and buffers with a leading axis of draws; empty: none are kept.
+        """The draws that a state stands for: weights and buffers by name, with a leading axis of draws; empty where there are none.
 
-        Of a stage that is not the last: the named tensors that the next one starts from.
+        Of a stage that is not the last: the named tensors that the next one starts from (its `run.before`).
         """
         return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
 

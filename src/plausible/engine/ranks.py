@@ -2,9 +2,11 @@
 
     members k of an ensemble → rank r holds a block of them;     one chain → rank r holds a part of every batch
 
-`assemble` finds out whether there are other processes. What they have to do in common is here: agree on what to run, meet between
-segments, fail together, and gather the result, so that every rank returns the whole posterior. Between meetings the members of a
-split ensemble need nobody else. Single chains share each gradient: see `plausible.engine.data_parallel`.
+A `Team` is what the engine asks wherever other processes might matter: which members run here, which rows of a batch, how far to
+go next. The base class is a process on its own and answers "all of them, and just go on"; `SplitMembers` (here) and
+`DividedBatches` (in `plausible.engine.data_parallel`, with `assemble`, which chooses between the three) answer for one rank of
+several. What ranks do in common is here: agree on what to run, meet between segments, fail together, and gather the result, so
+that every rank returns the whole posterior. Between meetings the members of a split ensemble need nobody else.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from plausible.core import weights as tree
 from plausible.core.data import StreamData
 from plausible.core.model import Model
 from plausible.core.weights import Weights
+from plausible.core.words import log
 from plausible.engine import gathering
 from plausible.engine.checkpoint import Checkpoint, Resumed, differences
 from plausible.engine.method import DivergenceError, Method, Plan, Run
 from plausible.engine.source import Source
 from plausible.engine.stepper import StepMode
 
-log = logging.getLogger("plausible")
 PATIENCE = timedelta(days=7)  # for a rank at work; one that dies closes its connections and is noticed at once
 AGREED = ("method", "likelihood", "prior", "seed", "device", "num_data", "data", "weights", "random", "temperature")
 
@@ -76,7 +78,7 @@ def count_votes(votes: Sequence[Vote]) -> Outcome:
 
 
 class Team:
-    """A process on its own: every question has the answer that changes nothing. Entered for the length of a fit."""
+    """A process on its own: every question has the answer that changes nothing. It is entered for the length of a fit."""
 
     rank, size = 0, 1
     step = 0  # how many steps have been done
@@ -97,33 +99,35 @@ class Team:
         return device
 
     def seed(self, seed: int) -> int:
-        """That of torch's global generators."""
+        """The seed of torch's global generators on this rank."""
         return seed
 
     def part(self, method: Method) -> Method:
-        """What of the method runs here."""
+        """What of the method runs here: all of it, or some of its members."""
         return method
 
     def model(self, model: Model) -> Model:
-        """What the steps see."""
+        """The model that the steps are given; one that averages gradients over ranks where batches are divided."""
         return model
 
     def mode(self, mode: StepMode) -> StepMode:
+        """How steps can run here, where they would run in this mode on one process."""
         return mode
 
     def checkpoint(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """Where this rank writes its checkpoints."""
         return checkpoint
 
     def ready(self, source: Source, plan: Plan, resumed: Resumed | None) -> Resumed | None:  # noqa: ARG002
-        """Before the first step: where to resume."""
+        """Before the first step: check that the ranks' data fit together; the checkpoint from which this rank goes on."""
         return resumed
 
     def meet(self, vote: Vote, state: Any) -> Outcome:  # noqa: ARG002
-        """Between segments: how far to go next."""
+        """Between two segments: how far all go next."""
         return count_votes([vote])
 
     def gather(self, method: Method, model: Model, run: Run[Any], fitted: Any) -> Any:  # noqa: ARG002
-        """What all ranks have left, together."""
+        """What the ranks have left, put together; every rank gets the whole."""
         return fitted
 
 

@@ -16,7 +16,7 @@ from plausible.engine.checkpoint import Checkpoint, Checkpointer, Resumed
 from plausible.engine.loop import Callback, Loop, StagePlace, label
 from plausible.engine.method import Fitted, Method, Plan, Run, Stage
 from plausible.engine.ranks import Team
-from plausible.engine.source import Elsewhere, Source
+from plausible.engine.source import Source, WholeData
 from plausible.engine.stepper import decide, threads
 from plausible.engine.stopping import Stopping
 from plausible.engine.watching import Monitor
@@ -26,7 +26,8 @@ from plausible.engine.watching import Monitor
 class Options:
     """What the caller decides about a run, none of which changes the law that is sampled.
 
-    `starts` are weights to start at, stacked, of an earlier posterior.
+    `identity` is what a checkpoint must agree with to be this run's (see `engine.checkpoint.identity`); `starts` are weights to
+    start at, stacked, of an earlier posterior; `team` are the processes that run together.
     """
 
     seed: int = 0
@@ -40,12 +41,13 @@ class Options:
 
 
 def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Model, Run[Any], Fitted]:
-    """Run a method to its end (or to Ctrl-C): the model and the run of its last stage, and what it left.
+    """Run all stages of a method: the model and the run of the last one, and what it left.
 
-    Ctrl-C ends the stage at hand; the ones after it still run, on what there is, and leave the checkpoint alone.
+    Ctrl-C ends the stage at hand; the ones after it still run, on what there is, and leave the checkpoint alone. A resumed run
+    begins with the stage that its checkpoint was written in.
     """
     team = options.team
-    method = team.part(method)
+    method = team.part(method)  # of an ensemble that is split over ranks, the members of this one
     _check_divisible(method, team)
     keeper, resumed, writer, before = None, None, DrawWriter(), {}
     checkpoint = team.checkpoint(options.checkpoint)
@@ -63,8 +65,18 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
         alone = Team() if number else team
         if number and not team.works:
             continue
-        at_hand = resumed if number == first else None
-        model_here, run_here, fitted = _run_stage(stage, model, data, options, place, before, writer, keeper, at_hand, alone)
+        model_here, run_here, fitted = _run_stage(
+            stage,
+            model,
+            data,
+            options,
+            place=place,
+            before=before,
+            writer=writer,
+            keeper=keeper,
+            resumed=resumed if number == first else None,
+            team=alone,
+        )
         if fitted.interrupted:
             keeper = None  # what follows is built on a stage that a resumed run will go on with
             earlier.interrupted = True
@@ -75,7 +87,7 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
 
 
 def show_result(method: Method, data: Data, posterior: Any, fitted: Fitted, callbacks: Sequence[Callback]) -> None:
-    """Show monitors the posterior of a run, where no stage alone could have: one that is made of what all of them left."""
+    """Show monitors a posterior that is made of what several stages left, once the run is over; others they saw on the way."""
     stages = method.stages()
     if len(stages) > 1 and not method.traits.keeps_draws and not fitted.interrupted:
         # epochs are those of the first stage, which is the one that trains
@@ -89,6 +101,7 @@ def _run_stage(
     model: Model,
     data: Data,
     options: Options,
+    *,
     place: StagePlace,
     before: Weights,
     writer: DrawWriter,
@@ -96,6 +109,7 @@ def _run_stage(
     resumed: Resumed | None,
     team: Team,
 ) -> tuple[Model, Run[Any], Fitted]:
+    """One stage: plan, hold rows out, prepare, make the first state, choose how steps run and where batches come from; loop."""
     held: Data | None = None
     plan = _plan(stage, data)
     if plan.holdout:
@@ -106,7 +120,7 @@ def _run_stage(
     run: Run[Any] = Run(data, options.seed, plan.steps, plan.per_epoch, None, before, starts, options.compile)
     run = replace(run, prepared=stage.prepare(model, run))
     state = stage.start(model, run, random.key(options.seed, device=model.device))
-    mode = decide(
+    wished = decide(
         options.compile,
         steps=plan.steps,
         elements=num_elements(model.initial),
@@ -119,36 +133,38 @@ def _run_stage(
         place_in_batch = (team.rank, team.size) if team.divides else None
         source = Source(data, plan, options.seed, members, team.member_numbers, place_in_batch)
     else:  # stages that sample or accumulate see the data as a whole
-        source = Elsewhere(data)
+        source = WholeData(data)
     stepping = team.model(model)  # the model that steps see, which may speak for all ranks
     resumed = team.ready(source, plan, resumed)
     stopping = None
     if held is not None and plan.patience is not None:
         stopping = Stopping(state, held, plan.patience, stage.members)
-    # a step's arithmetic, by which it gets one thread or several
+    # by the arithmetic of a step, weights × rows, it gets one thread or several
     rows = (plan.batch_size or data.num_data) * (stage.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x
     with threads(model.network, x, work=num_elements(model.initial) * rows, device=model.device), _batch_norm_explained():
-        fitted = Loop(
-            stage,
-            stepping,
-            run,
-            plan,
-            source,
-            state,
-            team.mode(mode),
-            writer,
-            keeper,
-            stopping,
-            place,
-            team,
-            tuple(options.callbacks),
-            options.progress,
-        ).go(resumed)
+        loop = Loop(
+            stage=stage,
+            model=stepping,
+            run=run,
+            plan=plan,
+            source=source,
+            state=state,
+            mode=team.mode(wished),
+            writer=writer,
+            keeper=keeper,
+            stopping=stopping,
+            place=place,
+            team=team,
+            callbacks=tuple(options.callbacks),
+            progress=options.progress,
+        )
+        fitted = loop.go(resumed)
     return model, run, fitted
 
 
 def _plan(stage: Stage, data: Data) -> Plan:
+    """The stage's plan for these data; where a loader makes the batches, it says how many there are to an epoch."""
     if not isinstance(data, StreamData) or data.indexable:
         return stage.plan(data.num_data)
     loader = data.source
@@ -160,7 +176,7 @@ def _plan(stage: Stage, data: Data) -> Plan:
         per_epoch = -(-data.num_data // size)
     plan = stage.plan(data.num_data, per_epoch)
     if plan.batch_size is None and stage.traits.verb == "iterate":
-        data.all()  # says why not
+        data.all()  # raises: a loader has no whole data
     return plan
 
 
@@ -191,7 +207,7 @@ def _batch_norm_explained() -> Iterator[None]:
 
 @dataclass
 class _Earlier:
-    """What the stages before the one at hand have said; it travels with checkpoints."""
+    """What the stages before the one at hand have logged, and the time they took; it travels with checkpoints."""
 
     seconds: float = 0.0
     history: dict[str, list[float]] = field(default_factory=dict)
@@ -226,7 +242,7 @@ class _Earlier:
         self.seconds = fitted.seconds
 
     def joined(self, last: Fitted, left: Weights) -> Fitted:
-        """What the last stage left, with what all of them said; `steps` are those of the first."""
+        """What the last stage left, with what all of them logged; `steps` and `mode` are those of the first, which trains."""
         return last._replace(
             interrupted=self.interrupted,
             history=self.history,

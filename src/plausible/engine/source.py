@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from plausible.core.data import ArrayData, Batch, Data, Order, StreamData, num_rows, select_rows
 from plausible.engine.method import Plan
 
+EMPTY = "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"
+
 
 def share(rows: int, rank: int, size: int) -> slice:
     """Which of a batch's rows are this rank's: neighbouring ones, ⌈rows/size⌉ or ⌊rows/size⌋ of them."""
@@ -27,8 +29,8 @@ def share(rows: int, rank: int, size: int) -> slice:
 class Source:
     """Batches by number: batch t is the same whenever it is asked for (a loader's pass is replayed from its random state).
 
-    `numbers` are the members whose batches these are, where they are not all; `place` is (rank, size) where each batch is
-    divided among ranks. `divided` says that the loader has done that already.
+    `members` get batches of their own; `numbers` are those of them that run here, where some run on other ranks. `place` is
+    (rank, size) where each batch is divided among ranks; `divided` says that the loader has done that already.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Source:
             if self.generator is not None and before is not None:
                 self.generator.set_state(before)
         if batch is None:
-            raise ValueError(_EMPTY)
+            raise ValueError(EMPTY)
         return batch
 
     def _start_pass(self) -> None:
@@ -136,7 +138,7 @@ class Source:
                 break
             self._iterator = None
             self.pass_number += 1
-        raise ValueError(_EMPTY)
+        raise ValueError(EMPTY)
 
     def rewind(self) -> None:
         """Back to before the first batch (a trial step may have taken some)."""
@@ -153,11 +155,11 @@ class Source:
             self._next()
 
 
-_EMPTY = "data is empty: the loader gave no batch (a generator can be passed over only once; give a DataLoader)"
+class WholeData(Source):
+    """The source of stages that sample or accumulate, whose steps take no batches: each is given all of the data.
 
-
-class Elsewhere(Source):
-    """In place of batches, for stages that sample or accumulate: all data that are at hand, or None where a loader has them."""
+    Where a loader has the data it is given None: those stages read them from `run.data` themselves.
+    """
 
     stream = minibatch = False  # type: ignore[assignment]
 

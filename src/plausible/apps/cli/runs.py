@@ -175,7 +175,7 @@ def read_record(folder: Path) -> Record:
 def load(folder: Path, device: str = "cpu") -> tuple[Record, Posterior]:
     """A run's record and posterior, on a device (`auto`: the best there is)."""
     import plausible
-    from plausible.fitting import choose_device
+    from plausible.core.networks import choose_device
 
     record = read_record(folder)
     network = record.network()
