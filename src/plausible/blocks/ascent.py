@@ -14,10 +14,10 @@ from plausible.blocks.curvature.structures import Curvature, flat, flat_precisio
 from plausible.core.special import widest
 from plausible.core.weights import Weights
 
-Joint = Callable[[Weights], tuple[Tensor, Weights]]  # weights → the log joint and its gradient
-Flat = Callable[[Tensor], tuple[float, Tensor]]  # a vector → a loss and its gradient
+LogJoint = Callable[[Weights], tuple[Tensor, Weights]]  # weights → the log joint and its gradient
+Loss = Callable[[Tensor], tuple[float, Tensor]]  # a vector → a loss and its gradient
 # weights → the curvature there (of `Dense` blocks), the precisions of the prior, the scale of the likelihood
-At = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
+CurvatureAt = Callable[[Weights], tuple[Curvature, Weights, Tensor]]
 
 LIMIT = 2000  # weights up to which factorising the curvature at every step is worth it
 SETTLED = 1e-6  # mean squared distance to the mode, in posterior standard deviations, at which climbing ends
@@ -43,7 +43,8 @@ class Descent(NamedTuple):
     over: Tensor
 
 
-def begin_descent(place: Tensor, function: Flat, memory: int) -> Descent:
+def begin_descent(place: Tensor, function: Loss, memory: int) -> Descent:
+    """Before the first iteration of L-BFGS from `place`; the last `memory` steps will be remembered."""
     loss, gradient = function(place)
     number = torch.zeros((), dtype=torch.int64)
     history = torch.zeros(memory, place.numel(), dtype=place.dtype, device=place.device)
@@ -53,9 +54,10 @@ def begin_descent(place: Tensor, function: Flat, memory: int) -> Descent:
     return Descent(*start, history, history.clone(), number, number + 1, over)
 
 
-def descend(at: Descent, function: Flat, evaluations: int) -> Descent:
-    """One iteration of L-BFGS with a line search by the strong Wolfe conditions (Nocedal & Wright 2006, §7.2), at most so many
-    evaluations of the function in all.
+def descend(at: Descent, function: Loss, evaluations: int) -> Descent:
+    """One iteration of L-BFGS with a line search by the strong Wolfe conditions (Nocedal & Wright 2006, §7.2).
+
+    The descent is over when it has taken `evaluations` of the function in all iterations together, or nothing moves any more.
     """
     direction, first = _direction(at), int(at.filled) == 0
     slope = at.gradient.dot(direction)
@@ -125,13 +127,14 @@ class Climb(NamedTuple):
     over: Tensor
 
 
-def begin_climb(weights: Weights, joint: Joint) -> Climb:
+def begin_climb(weights: Weights, joint: LogJoint) -> Climb:
+    """Before the first Gauss-Newton step from these weights."""
     value, slope = joint(weights)
     number = torch.ones((), dtype=torch.float64)
     return Climb(weights, value, slope, 1e-3 * number, 2 * number, torch.zeros((), dtype=torch.bool))
 
 
-def climb(at: Climb, curved: At, joint: Joint) -> Climb:
+def climb(at: Climb, curved: CurvatureAt, joint: LogJoint) -> Climb:
     """One damped Gauss-Newton step, w ← w + (Λ + μ diag Λ)⁻¹ ∇ log p(w, D), taken where it raises the log joint.
 
     μ falls where the log joint rises as the quadratic model says, and grows where it does not (Levenberg 1944, Marquardt 1963,
@@ -156,7 +159,8 @@ def climb(at: Climb, curved: At, joint: Joint) -> Climb:
     return Climb(moved, reached, slope, torch.full_like(at.damping, damping), torch.full_like(at.growth, 2.0), over)
 
 
-def climbs(size: int) -> bool:
+def can_climb(size: int) -> bool:
+    """Whether so many weights are few enough to factorise their curvature at every step."""
     return size <= LIMIT
 
 

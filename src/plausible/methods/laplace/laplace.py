@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from plausible.blocks.ascent import climbs
+from plausible.blocks.ascent import can_climb
 from plausible.blocks.curvature.estimating import forecast, require
 from plausible.blocks.curvature.linearising import Linearisation
 from plausible.blocks.curvature.structures import CURVATURES, STRUCTURES, CurvatureName, StructureName
@@ -114,6 +114,7 @@ class Laplace(Method):
         return tuple(stages)
 
     def _settling(self) -> list[Stage]:
+        """The stages that go from where training ended to the mode on all data."""
         # early stopping means not to go to the mode of the training rows
         if self.mode is None or self.holdout or self.polish == 0:
             return []
@@ -123,6 +124,7 @@ class Laplace(Method):
         return [stage for turn in range(3) for stage in (parts.Polishing(self, turn), parts.Climbing(self, turn))]
 
     def _adding_up(self, turn: int) -> list[Stage]:
+        """The stages that add up the curvature: first that of the diagonal where a number of weights is to be chosen by it."""
         return [*([parts.Ranking(self)] if isinstance(self.where, int) else []), parts.AddingUp(self, turn)]
 
     @property
@@ -132,7 +134,7 @@ class Laplace(Method):
         return self.mode.holdout if stops_early else 0.0  # type: ignore[union-attr]
 
     def iterations(self, model: Model) -> int:
-        """How long to polish."""
+        """How many iterations polishing takes at most."""
         if self.polish is not None:
             return self.polish
         # fewer where a pass over the data takes long
@@ -140,12 +142,12 @@ class Laplace(Method):
         return 1000 if work < 10**6 else 100 if work < 10**8 else 20
 
     def climbs(self, model: Model, names: Sequence[str]) -> bool:
-        """Whether the curvature is dense and small enough to be solved at every step."""
+        """Whether settling goes by Gauss-Newton steps: the curvature is dense, and small enough to be solved at every step."""
         dense = self.structure in ("block", "full") and not isinstance(self.where, int)
-        return dense and climbs(sum(model.initial[n].numel() for n in names))
+        return dense and can_climb(sum(model.initial[n].numel() for n in names))
 
     def names(self, model: Model, data: Data) -> tuple[str, ...]:
-        """The weights that get a posterior; a learned noise is a point."""
+        """The names of the weights that get a posterior; a learned noise never does, it stays a point."""
         free = {n: model.initial[n] for n in model.random if not n.startswith("likelihood.")}
         # of a number of weights, which ones is known only at the mode
         if self.where in (None, "all") or isinstance(self.where, int):
@@ -154,7 +156,7 @@ class Laplace(Method):
         return choose(free, self.where, last, "leaves no weight of the network a posterior")
 
     def check(self, model: Model, data: Data) -> None:
-        """Refuse, before the training, what cannot be had or cannot fit."""
+        """Refuse before the training what could not be done after it, and what would not fit into memory."""
         names = self.names(model, data)
         if self.tune is not None:
             check_gaussian(model.restricted(names))
@@ -184,6 +186,7 @@ class Laplace(Method):
         return cls(mode=MAP.conforming())
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+        # of all rounds the one with the highest evidence
         best = parts.restored(self, model, run, parts.below(parts.BEST, fitted.left))
         best.warn()
         return best.posterior(record_of(fitted))

@@ -38,7 +38,11 @@ FAR = 0.3
 
 @dataclass
 class Mode:
-    """Weights at a mode, the curvature there, and the precisions of the prior."""
+    """Weights at a mode, the curvature there, and the precisions of the prior: from these follow the evidence and the posterior.
+
+    Λ = scale · curvature + diag(precision). `started` says how to get one; `judge` then fills in `log_likelihood`, `log_det` and
+    the `report`, without which there is no evidence. `tally` is what the pass over the data added up beside the curvature.
+    """
 
     method: Laplace
     model: Model
@@ -57,7 +61,7 @@ class Mode:
     def started(
         cls, method: Laplace, model: Model, weights: Weights, data: Data, names: tuple[str, ...], chosen: Tensor | None = None
     ) -> tuple[Estimator[Curvature], Callable[[Curvature], Mode]]:
-        """An estimator of the curvature at these weights, and what makes the mode of its result."""
+        """What finds the curvature at these weights, to be fed with the data, and a function from its result to the mode."""
         restricted = model.restricted(names)
         earlier = earlier_posterior(model.prior, names, weights)
         if earlier is None:
@@ -68,14 +72,14 @@ class Mode:
         how = {name: getattr(method, name) for name in ("structure", "curvature", "sharing", "rank", "chunk", "negligible")}
         estimator = start(restricted, weights, data, precision=precision, chosen=chosen, tally=tally, **how)
 
-        def finished(curvature: Curvature) -> Mode:
+        def conclude(curvature: Curvature) -> Mode:
             scale = 1.0 / float(model.temperature)
             tempered = {name: value * scale for name, value in precision.items()}
             if earlier is not None:  # what its data and these say together
                 curvature, scale = added(earlier.curvature, curvature, (earlier.scale * scale, scale)), 1.0
             return cls(method, model, weights, data, names, curvature, tempered, scale, tally)
 
-        return estimator, finished
+        return estimator, conclude
 
     # A mode as named tensors, and back: what one stage hands to the next, and what checkpoints hold
 
@@ -108,6 +112,7 @@ class Mode:
 
     @property
     def factor(self) -> Tensor:
+        """`scale` as a tensor of the weights' type, on their device."""
         first = self.weights[self.names[0]]
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
@@ -127,7 +132,10 @@ class Mode:
         return best.precision, weights
 
     def judge(self) -> None:
-        """How far these weights are from a mode."""
+        """Fill in the log-likelihood, log det Λ, and in `report` how far these weights are from a mode.
+
+        A ValueError where some weights have infinite variance, since neither data nor prior say anything about them.
+        """
         if self.tally.log_likelihood is not None:
             self.log_likelihood = self.tally.log_likelihood.cpu()
             # the pass that added up the curvature has added up slope and log-likelihood on its way
@@ -154,12 +162,12 @@ class Mode:
         self.report["distance"] = math.sqrt(max(square, 0.0) / self.curvature.chosen)
 
     def better(self, other: Mode) -> bool:
-        """Whether the evidence is as high here, to a tenth of a nat; tempered models have none, and the later one counts."""
+        """Whether the evidence is as high as that of `other`, to a tenth of a nat; yes for tempered models, which have none."""
         here, there = self.evidence(), other.evidence()
         return here is None or there is None or float(here.total) > float(there.total) - 0.1
 
     def warn(self) -> None:
-        """Say so where these weights are far from a mode."""
+        """Warn where these weights are far from a mode."""
         if self.report["distance"] > FAR:
             warnings.warn(
                 f"the network is not at a mode of this posterior: the gradient of the log joint has norm "

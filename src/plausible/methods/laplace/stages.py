@@ -32,15 +32,20 @@ if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
 
 
-TAU, NOW, BEST, CHOSEN, ENDED = "tau/", "now/", "best/", "chosen/", "ended/"
-"""What names begin with, among the tensors that stages leave: tuned precisions, the last mode and the best, and so on."""
+# The tensors that one stage leaves to the next (`run.before`): the weights by their names, and under these prefixes
+TAU = "tau/"  # precisions of the prior that were tuned
+NOW, BEST = "now/", "best/"  # the mode that was found last, and the one with the highest evidence so far
+CHOSEN = "chosen/"  # which elements get a posterior, where a number of them was asked for
+ENDED = "ended/"  # tuning has ended early: the later stages have nothing to do
 
 
 def below(prefix: str, left: Mapping[str, Tensor]) -> Weights:
+    """The tensors under a prefix, without it and without the leading axis of draws."""
     return {name.removeprefix(prefix): value[0] for name, value in left.items() if name.startswith(prefix)}
 
 
 def named(prefix: str, tensors: Mapping[str, Tensor]) -> Weights:
+    """The inverse of `below`."""
     return {prefix + name: value.unsqueeze(0) for name, value in tensors.items()}
 
 
@@ -53,7 +58,10 @@ class GivenState(NamedTuple):
 
 @dataclass(frozen=True)
 class Training(Stage):
-    """To a mode by stochastic gradients, or none where the weights are given; before it all is refused that can be."""
+    """To a mode by stochastic gradients, or no step at all where the weights are given.
+
+    Before the first step everything is refused that the later stages could not do.
+    """
 
     method: Laplace
 
@@ -84,8 +92,8 @@ class Training(Stage):
 
 
 @dataclass(frozen=True)
-class Later(Stage):
-    """What stages behind the training share: where they are, and under which prior."""
+class AfterTraining(Stage):
+    """What the stages behind the training share: the weights that the one before left, and the prior that was tuned so far."""
 
     method: Laplace
 
@@ -93,11 +101,11 @@ class Later(Stage):
     most: ClassVar[int] = 1  # the most steps there can be
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        # on the rows that the training saw
+        # the same rows that the training saw: what it held out is held out again
         return Plan(steps=self.most, per_epoch=self.most, batch_size=None, holdout=self.method.holdout)
 
     def ended(self, run: Run[Any]) -> bool:
-        """Whether tuning ended before: what came then stands."""
+        """Whether tuning has ended early, so that this stage has nothing to do."""
         return ENDED in run.before
 
     def model(self, model: Model, run: Run[Any]) -> Model:
@@ -106,21 +114,22 @@ class Later(Stage):
         return with_precision(model, tau, self.method.names(model, run.data)) if tau else model
 
     def weights(self, model: Model, run: Run[Any]) -> Weights:
+        """All weights and buffers, as the stage before left them."""
         return {name: run.before[name][0] for name in (*model.initial, *model.buffers)}
 
     def held(self, model: Model, run: Run[Any]) -> tuple[str, ...]:
-        """A noise that was tuned stays as it is."""
+        """The weights that do not move any more: a noise that was tuned."""
         return model.likelihood_names if below(TAU, run.before) and tunable_noise(model) else ()
 
 
-class Course(NamedTuple):
-    """The model at hand, the weights to start from, those that move, how many iterations at most (0: none), examples at a time."""
+class SettlingTask(NamedTuple):
+    """What there is to settle: the model under its present prior, the weights to start from, and the names of those that move."""
 
     model: Model
     weights: Weights
     free: tuple[str, ...]
-    limit: int
-    chunk: int = 0
+    limit: int  # iterations at most; 0: there is nothing to do
+    chunk: int = 0  # examples at a time
 
 
 class SettlingState(NamedTuple):
@@ -129,8 +138,8 @@ class SettlingState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settling(Later):
-    """To the mode by iterations on all data; the `turn` is that among several settlings in a row."""
+class Settling(AfterTraining):
+    """To the mode by iterations on all data; `turn` counts the stages of one kind where points and random weights take turns."""
 
     turn: int = 0
 
@@ -146,80 +155,82 @@ class Settling(Later):
 class Polishing(Settling):
     """L-BFGS on the log joint of all data, in evaluation mode; the best weights that were met are kept.
 
-    With dense structures of few weights only those move that are points, and `Climbing` follows, three times in turn.
+    Where `Climbing` moves the random weights (dense structures of few weights) the two take turns, three times, and L-BFGS is
+    short: it is there for the points.
     """
 
-    def prepare(self, model: Model, run: Run[Any]) -> Course:
-        at, names = self.model(model, run), self.method.names(model, run.data)
+    def prepare(self, model: Model, run: Run[Any]) -> SettlingTask:
+        tuned, names = self.model(model, run), self.method.names(model, run.data)
         weights, held = self.weights(model, run), self.held(model, run)
-        check_deterministic(at, weights, run.data)
+        check_deterministic(tuned, weights, run.data)
         limit = 0 if self.ended(run) else self.method.iterations(model)
         if self.method.climbs(model, names):  # the others climb
-            # only points are left for L-BFGS to move, and where there are none it has nothing to do
+            # L-BFGS is there for the points, which climbing does not move; where there are none it has nothing to do
             limit = min(limit, 100) if set(model.initial) - set(names) - set(held) else 0
         elif self.turn:
             limit = 0
         if isinstance(run.data, StreamData):  # each iteration reads all of the data again
             limit = min(limit, 10)
         # chosen once: it takes a forward pass of its own, a fifth of an iteration of a small network
-        chunk = choose_chunk(at, weights, run.data, 0) if limit else 0
-        return Course(at, weights, tuple(n for n in model.initial if n not in held), limit, chunk)
+        chunk = choose_chunk(tuned, weights, run.data, 0) if limit else 0
+        return SettlingTask(tuned, weights, tuple(n for n in model.initial if n not in held), limit, chunk)
 
-    def _function(self, run: Run[Course]) -> Any:
-        way = run.prepared
-        like = {name: way.weights[name] for name in way.free}
+    def _loss(self, run: Run[SettlingTask]) -> Any:
+        """−log p(w, D)/N and its gradient, of the weights that move, as one vector."""
+        task = run.prepared
+        like = {name: task.weights[name] for name in task.free}
 
         def loss(place: Tensor) -> tuple[float, Tensor]:
-            weights = {**way.weights, **unflatten(place, like)}
-            value, gradient = log_joint_gradient(way.model, weights, run.data, chunk=way.chunk)
-            slope = flatten({name: -gradient[name] / way.model.num_data for name in way.free})
-            return -float(value) / way.model.num_data, slope
+            weights = {**task.weights, **unflatten(place, like)}
+            value, gradient = log_joint_gradient(task.model, weights, run.data, chunk=task.chunk)
+            slope = flatten({name: -gradient[name] / task.model.num_data for name in task.free})
+            return -float(value) / task.model.num_data, slope
 
         return loss
 
-    def start(self, model: Model, run: Run[Course], key: Tensor) -> SettlingState:
-        way, none = run.prepared, torch.zeros((), dtype=torch.int64)
-        place = flatten({name: way.weights[name].detach() for name in way.free})
-        if not way.limit:
+    def start(self, model: Model, run: Run[SettlingTask], key: Tensor) -> SettlingState:
+        task, none = run.prepared, torch.zeros((), dtype=torch.int64)
+        place = flatten({name: task.weights[name].detach() for name in task.free})
+        if not task.limit:
             # stages are listed before it is known which are needed: one that is not starts where it ends
             empty = begin_descent(place[:1], lambda at: (0.0, torch.zeros_like(at)), 1)
             return SettlingState(empty._replace(over=torch.ones_like(empty.over)), none)
         memory = 100 if place.numel() < 10**5 else 10  # pairs of steps and slopes, each as large as the weights
-        return SettlingState(begin_descent(place, self._function(run), memory), none)
+        return SettlingState(begin_descent(place, self._loss(run), memory), none)
 
-    def step(self, model: Model, run: Run[Course], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
+    def step(self, model: Model, run: Run[SettlingTask], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
         limit = run.prepared.limit
-        descent: Descent = descend(state.search, self._function(run), 2 * limit)
+        descent: Descent = descend(state.search, self._loss(run), 2 * limit)
         iterations = state.iterations + 1
         descent = descent._replace(over=descent.over | (iterations >= limit))
         return SettlingState(descent, iterations), {"log_joint": -descent.best_loss * run.prepared.model.num_data}
 
-    def kept(self, model: Model, run: Run[Course], state: SettlingState) -> Weights:
-        way = run.prepared
+    def kept(self, model: Model, run: Run[SettlingTask], state: SettlingState) -> Weights:
+        task = run.prepared
         # weights from which no finite loss was met are no better than those before
-        if not way.limit or not bool(torch.isfinite(state.search.best_loss)):
+        if not task.limit or not bool(torch.isfinite(state.search.best_loss)):
             return run.before
-        moved = unflatten(state.search.best, {name: way.weights[name] for name in way.free})
+        moved = unflatten(state.search.best, {name: task.weights[name] for name in task.free})
         return {**run.before, **named("", moved)}
 
 
-class Ridge:
-    """What a climb sees: the log joint, and the curvature where it last was, which a refused step asks for again."""
+class ClimbingTask:
+    """What a climb asks: the log joint, and the curvature; that of the last weights is remembered."""
 
-    def __init__(self, way: Course, names: tuple[str, ...], method: Laplace, run: Run[Any]):
-        self.way, self.names, self.run = way, names, run
+    def __init__(self, task: SettlingTask, names: tuple[str, ...], method: Laplace, run: Run[Any]):
+        self.task, self.names, self.run = task, names, run
         # away from the mode a Hessian may be indefinite, and its steps lead down
         self.method = replace(method, curvature="ggn") if method.curvature == "hessian" else method
         self._known: tuple[Weights, Any] | None = None
 
     def joint(self, weights: Weights) -> tuple[Tensor, Weights]:
-        return log_joint_gradient(self.way.model, weights, self.run.data)
+        return log_joint_gradient(self.task.model, weights, self.run.data)
 
     def curved(self, weights: Weights) -> tuple[Curvature, Weights, Tensor]:
         # a refused step asks for the same curvature again, with more damping
         if self._known is None or any(not torch.equal(weights[n], value) for n, value in self._known[0].items()):
-            estimator, finished = Mode.started(self.method, self.way.model, weights, self.run.data, self.names)
-            mode = finished(run_passes(estimator, self.run.data))
+            estimator, conclude = Mode.started(self.method, self.task.model, weights, self.run.data, self.names)
+            mode = conclude(run_passes(estimator, self.run.data))
             self._known = dict(weights), (mode.curvature, mode.precision, mode.factor)
         return self._known[1]
 
@@ -228,32 +239,32 @@ class Ridge:
 class Climbing(Settling):
     """Damped Gauss-Newton steps for dense structures of few weights."""
 
-    def prepare(self, model: Model, run: Run[Any]) -> Ridge:
+    def prepare(self, model: Model, run: Run[Any]) -> ClimbingTask:
         names = self.method.names(model, run.data)
         points = set(model.initial) - set(names) - set(self.held(model, run))
         active = self.method.climbs(model, names) and (self.turn == 0 or points) and not self.ended(run)
         limit = self.method.iterations(model) if active else 0
-        way = Course(self.model(model, run), self.weights(model, run), names, limit)
-        return Ridge(way, names, self.method, run)
+        task = SettlingTask(self.model(model, run), self.weights(model, run), names, limit)
+        return ClimbingTask(task, names, self.method, run)
 
-    def start(self, model: Model, run: Run[Ridge], key: Tensor) -> SettlingState:
-        way, none = run.prepared.way, torch.zeros((), dtype=torch.int64)
-        if not way.limit:
+    def start(self, model: Model, run: Run[ClimbingTask], key: Tensor) -> SettlingState:
+        task, none = run.prepared.task, torch.zeros((), dtype=torch.int64)
+        if not task.limit:
             number = torch.zeros((), dtype=torch.float64)
             return SettlingState(Climb({}, number, {}, number, number, torch.ones((), dtype=torch.bool)), none)
-        return SettlingState(begin_climb(way.weights, run.prepared.joint), none)
+        return SettlingState(begin_climb(task.weights, run.prepared.joint), none)
 
-    def step(self, model: Model, run: Run[Ridge], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
+    def step(self, model: Model, run: Run[ClimbingTask], state: SettlingState, batch: Batch) -> tuple[SettlingState, Info]:
         new = climb(state.search, run.prepared.curved, run.prepared.joint)
         iterations = state.iterations + 1
-        new = new._replace(over=new.over | (iterations >= run.prepared.way.limit))
+        new = new._replace(over=new.over | (iterations >= run.prepared.task.limit))
         return SettlingState(new, iterations), {"log_joint": new.value.double().cpu()}
 
-    def kept(self, model: Model, run: Run[Ridge], state: SettlingState) -> Weights:
+    def kept(self, model: Model, run: Run[ClimbingTask], state: SettlingState) -> Weights:
         return {**run.before, **named("", state.search.weights)}
 
 
-class LaterPass(Later, Pass):
+class PassAfterTraining(AfterTraining, Pass):
     traits: ClassVar[Traits] = Pass.traits
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
@@ -261,21 +272,21 @@ class LaterPass(Later, Pass):
 
 
 @dataclass(frozen=True)
-class Ranking(LaterPass):
+class Ranking(PassAfterTraining):
     """A diagonal curvature, by which the elements with the largest variance are found."""
 
     def estimator(self, model: Model, run: Run[Any]) -> Estimator[Curvature] | None:
         if self.ended(run):
             return None
-        at, method = self.model(model, run).restricted(self.method.names(model, run.data)), self.method
+        tuned, method = self.model(model, run).restricted(self.method.names(model, run.data)), self.method
         kind = "ggn" if method.curvature == "hessian" else method.curvature
         weights = self.weights(model, run)
-        return start(at, weights, run.data, structure="diag", curvature=kind, negligible=method.negligible)
+        return start(tuned, weights, run.data, structure="diag", curvature=kind, negligible=method.negligible)
 
     def concluded(self, model: Model, run: Run[Any], result: Curvature) -> Tensor:
         names = self.method.names(model, run.data)
-        at = self.model(model, run).restricted(names)
-        precision = prior_precision(at, self.weights(model, run), names, self.method.structure)
+        tuned = self.model(model, run).restricted(names)
+        precision = prior_precision(tuned, self.weights(model, run), names, self.method.structure)
         return widest_elements(result, precision, int(self.method.where))
 
     def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
@@ -283,27 +294,28 @@ class Ranking(LaterPass):
 
 
 @dataclass(frozen=True)
-class AddingUp(LaterPass):
-    """The curvature at the weights, and the evidence there; the best of all rounds so far is kept beside the last.
+class AddingUp(PassAfterTraining):
+    """The curvature at the weights, and the evidence there.
 
-    Where the mode moves, the curvature does too, and the evidence may fall: each round is only the best at its own mode.
+    Beside the last mode the one with the highest evidence of all rounds is kept: a round tunes the prior at its own mode, and
+    where the mode then moves, the curvature does too, and the evidence may fall.
     """
 
     turn: int = 0
 
     def prepare(self, model: Model, run: Run[Any]) -> dict[str, Any]:
-        at, weights = self.model(model, run), self.weights(model, run)
-        check_deterministic(at, weights, run.data)
-        return {"model": at, "weights": weights}
+        tuned, weights = self.model(model, run), self.weights(model, run)
+        check_deterministic(tuned, weights, run.data)
+        return {"model": tuned, "weights": weights}
 
     def estimator(self, model: Model, run: Run[dict[str, Any]]) -> Estimator[Curvature] | None:
         if self.ended(run):
             return None
-        at, weights = run.prepared["model"], run.prepared["weights"]
+        tuned, weights = run.prepared["model"], run.prepared["weights"]
         names, chosen = self.method.names(model, run.data), run.before.get(CHOSEN)
         try:
-            estimator, run.prepared["finished"] = Mode.started(
-                self.method, at, weights, run.data, names, None if chosen is None else chosen[0]
+            estimator, run.prepared["conclude"] = Mode.started(
+                self.method, tuned, weights, run.data, names, None if chosen is None else chosen[0]
             )
         except ValueError as error:
             if not self.turn:
@@ -313,7 +325,7 @@ class AddingUp(LaterPass):
         return estimator
 
     def concluded(self, model: Model, run: Run[dict[str, Any]], result: Curvature) -> Any:
-        mode: Mode = run.prepared["finished"](result)
+        mode: Mode = run.prepared["conclude"](result)
         try:
             mode.judge()
         except ValueError as error:  # the noise or a precision ran away; what came before stands
@@ -340,9 +352,9 @@ def restored(method: Laplace, model: Model, run: Run[Any], tensors: Mapping[str,
     """The mode that `AddingUp` left, under the prior that it was found with."""
     names = method.names(model, run.data)
     tau = {n.removeprefix("tau."): v for n, v in tensors.items() if n.startswith("tau.")}
-    at = with_precision(model, tau, names) if tau else model
+    tuned = with_precision(model, tau, names) if tau else model
     mode = {n: v for n, v in tensors.items() if not n.startswith("tau.")}
-    return Mode.restored(method, at, run.data, names, mode)
+    return Mode.restored(method, tuned, run.data, names, mode)
 
 
 class TuningState(NamedTuple):
@@ -352,7 +364,7 @@ class TuningState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuning(Later):
+class Tuning(AfterTraining):
     """The precisions of the prior, and the noise, that maximise the evidence at the last mode."""
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> TuningState:
@@ -382,13 +394,15 @@ class Tuning(Later):
         return {**run.before, **named("", state.weights), **named(TAU, state.precision)}
 
 
-class Onward(NamedTuple):
+class OnlineTask(NamedTuple):
+    """The model under its present prior, and what the training's own `prepare` found out."""
+
     model: Model
     inner: Any
 
 
 @dataclass(frozen=True)
-class Online(Later):
+class Online(AfterTraining):
     """A few more epochs of the training, under the new prior; a noise that was tuned stays."""
 
     @property
@@ -398,25 +412,27 @@ class Online(Later):
 
     @property
     def mode(self) -> Any:
+        """The method that trains, for these few epochs."""
         return replace(self.method.mode, epochs=self.method.online)  # type: ignore[type-var]
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return self.mode.plan(num_data, per_epoch)
 
-    def prepare(self, model: Model, run: Run[Any]) -> Onward:
-        at = self.model(model, run).starting_at(self.weights(model, run))
-        return Onward(at, self.mode.prepare(at, run))
+    def prepare(self, model: Model, run: Run[Any]) -> OnlineTask:
+        tuned = self.model(model, run).starting_at(self.weights(model, run))
+        return OnlineTask(tuned, self.mode.prepare(tuned, run))
 
-    def _inner(self, run: Run[Onward]) -> Run[Any]:
+    def _inner(self, run: Run[OnlineTask]) -> Run[Any]:
+        """The run as the training sees it."""
         return replace(run, prepared=run.prepared.inner)
 
-    def start(self, model: Model, run: Run[Onward], key: Tensor) -> Any:
+    def start(self, model: Model, run: Run[OnlineTask], key: Tensor) -> Any:
         return self.mode.start(run.prepared.model, self._inner(run), key)
 
-    def step(self, model: Model, run: Run[Onward], state: Any, batch: Batch) -> tuple[Any, Info]:
+    def step(self, model: Model, run: Run[OnlineTask], state: Any, batch: Batch) -> tuple[Any, Info]:
         return self.mode.step(run.prepared.model, self._inner(run), state, batch)
 
-    def kept(self, model: Model, run: Run[Onward], state: Any) -> Weights:
+    def kept(self, model: Model, run: Run[OnlineTask], state: Any) -> Weights:
         if self.ended(run):
             return run.before
         # training moves the noise too, which was tuned to another value
