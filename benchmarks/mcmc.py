@@ -5,7 +5,7 @@ looked for in the environment of the interpreter that `PLAUSIBLE_PEERS` names; w
 process of its own and takes its turn; times are medians over rounds, ratios medians of those within a round. First trajectories of
 50 leapfrogs, whole transitions with their momenta and decisions, of one chain and of four. Then samplers: all start where networks
 are initialised, warm up, and draw; f(x) at 50 inputs is compared between them, and effective draws are counted by the same
-estimator, `diagnostics.ess`.
+estimator, `convergence.ess`.
 
 `python -m benchmarks.mcmc leapfrogs` or `… samplers` does half of it; `… samplers NAME …` some of the samplers.
 """
@@ -281,7 +281,7 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
     """Effective draws of f(x) per second at 50 inputs, the median and the worst, with warm-up and without."""
     import torch
 
-    from plausible.blocks.chains import convergence as diagnostics
+    from plausible.blocks.chains import convergence
 
     watched, found, draws = problem()[2], dict[str, Any](), dict[str, torch.Tensor]()
     like = ""
@@ -303,7 +303,7 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
                 like = told[0]["path"]
             f = torch.cat([torch.from_numpy(outputs(np.load(t["path"])["positions"], watched)) for t in told])
             seconds, warm = (max(t[key] for t in told) for key in ("seconds", "warmup"))
-            size, rhat = diagnostics.ess(f), float(diagnostics.rhat(f).max())
+            size, rhat = convergence.ess(f), float(convergence.rhat(f).max())
             steps = sum(t["leapfrogs"] for t in told)
             row = {
                 "draws": f.shape[0] * f.shape[1],
@@ -344,10 +344,10 @@ def samplers(only: Sequence[str] = (), limit: float = 900.0) -> dict[str, Any]:
 
 def _agree(draws: dict[str, Any]) -> None:
     """Differences between means of f(x) of two samplers in their Monte Carlo standard errors; the largest of 50 is some 2.5."""
-    from plausible.blocks.chains import convergence as diagnostics
+    from plausible.blocks.chains import convergence
 
     def moments(f: Any) -> tuple[Any, Any]:
-        return f.mean((0, 1)), f.flatten(0, 1).var(0) / diagnostics.ess(f)
+        return f.mean((0, 1)), f.flatten(0, 1).var(0) / convergence.ess(f)
 
     names = list(draws)
     for name in names[1:]:

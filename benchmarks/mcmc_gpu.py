@@ -13,7 +13,7 @@ from torch import nn
 import plausible as pl
 from benchmarks.mcmc_problem import HIDDEN, INPUTS, NOISE, ROWS, problem
 from benchmarks.timing import interleave, micro
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains import convergence
 from plausible.blocks.chains.compiled import CapturedDensity
 from plausible.blocks.chains.density import ModelDensity, Point
 from plausible.blocks.kernels.fused import fused_density
@@ -64,7 +64,7 @@ def main(chains: int = 1024, leapfrogs: int = 50, draws: int = 200, warmup: int 
         more = warm.extend(draws, progress=False)
         seconds = time.perf_counter() - start
         f = more.functions(watched)[-draws * chains :].reshape(draws, chains, -1).transpose(0, 1)
-        size, mixed = diagnostics.ess_bulk(f), diagnostics.rhat(f)
+        size, mixed = convergence.ess_bulk(f), convergence.rhat(f)
         work = float(more.statistics["leapfrogs"][:, -draws:].sum())
         name = type(method).__name__
         result |= {

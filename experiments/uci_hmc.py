@@ -23,7 +23,7 @@ from plausible.analysis import metrics
 from plausible.apps import datasets
 from plausible.apps.compare import read
 from plausible.apps.tables import mlp
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains import convergence
 from plausible.core import priors, random
 from plausible.core.likelihoods import Gaussian
 from plausible.fitting import fit
@@ -112,7 +112,7 @@ def run(settings: Chained, request: Request) -> dict[str, Any]:
 def converged(posterior: Any, split: Split, method: HMC | ParallelTempering) -> dict[str, float]:
     """Of f at the test inputs: the median and the worst R̂, effective draws likewise; the noise; acceptance, step, divergences."""
     f = posterior.functions(split.test[0]).cpu().flatten(1).unflatten(0, (-1, method.chains)).transpose(0, 1)
-    rhat, size, statistics = diagnostics.rhat(f), diagnostics.ess_bulk(f), posterior.statistics
+    rhat, size, statistics = convergence.rhat(f), convergence.ess_bulk(f), posterior.statistics
     noise = posterior.weights()["likelihood.log_scale"].exp()
     return {
         "rhat": float(rhat.max()),

@@ -205,7 +205,7 @@ def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def tensor_float(wanted: bool) -> Iterator[None]:
-    """Products of float32 matrices in TensorFloat-32 inside the block, where that is wanted; PyTorch's setting is put back."""
+    """Inside the block, where it is wanted, products of float32 matrices run in TensorFloat-32; PyTorch's setting is put back."""
     if not wanted:
         yield
         return

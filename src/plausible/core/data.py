@@ -336,10 +336,10 @@ class Estimator(Protocol[Result]):
     def add(self, batch: Batch) -> None: ...
 
     def next_pass(self) -> bool:
-        """All data were added; whether they are needed once more."""
+        """Called when all data were added; returns whether they are needed once more."""
 
     def finish(self) -> Result:
-        """What was to be known, after the last pass."""
+        """The result, after the last pass."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All that was added up so far; between two batches."""

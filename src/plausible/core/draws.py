@@ -31,9 +31,10 @@ LOOPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def at_once(numbers: int, rows: int = 1, *, copies: int = 1, block: int = 1) -> int:
-    """How many draws of so many `numbers` to evaluate at once on `rows` inputs, a multiple of `block`: the rule about memory.
+    """How many draws to evaluate at once, a multiple of `block`: the one rule about memory.
 
-    `copies` says how many times more memory an input takes than in a forward pass.
+    Each draw has so many `numbers` and is evaluated on `rows` inputs; `copies` says how many times more memory an input takes than
+    in a forward pass.
     """
     most = min(NUMBERS // max(1, numbers), ROWS // max(1, rows * copies))
     return block * max(1, most // block)
@@ -42,7 +43,7 @@ def at_once(numbers: int, rows: int = 1, *, copies: int = 1, block: int = 1) -> 
 def map_draws(function: Callable[[Weights], Any], stacked: Weights, network: nn.Module) -> Any:
     """`function(w)` of each draw w of stacked weights, stacked again: by `vmap`, or one by one where the network does not allow it.
 
-    That is found out by trying, said once, and remembered for the network.
+    Whether it does is found out by trying, logged once, and remembered for the network.
     """
     count = len(next(iter(stacked.values())))
 
@@ -79,12 +80,13 @@ def outputs_of_draws(
     """f(x; w) for `total` draws, [S, N, *outputs], and the likelihood's own weights of each, by name [S, …].
 
     `source(first, count)` gives draws number first … first + count − 1, stacked; each is asked for once, `block` of them or a
-    multiple at a time. `fixed` are weights and buffers that all draws share, so that `vmap` computes what they alone say once.
+    multiple at a time. `fixed` are weights and buffers that all draws share; what depends on nothing else is computed once.
     """
     fixed, rows = dict(fixed or {}), num_rows(inputs)
     device = next(iter(model.initial.values())).device
     numbers = max(1, tree.num_elements({n: w for n, w in {**model.initial, **model.buffers}.items() if n not in fixed}))
-    # On a GPU that pays where noise is drawn in blocks between the products; stored draws are stacked there, to launch less.
+    # Large draws are evaluated one by one. On a GPU only where their noise is drawn in blocks between the products: stored draws
+    # are stacked there, which launches fewer kernels.
     single = numbers * rows > LARGE and (device.type == "cpu" or block > 1)
     part = PART
     if single and isinstance(inputs, Tensor) and inputs.ndim == 2:

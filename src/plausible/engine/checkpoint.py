@@ -43,14 +43,14 @@ class Checkpoint:
 
     @classmethod
     def of(cls, given: str | Path | Checkpoint | None) -> Checkpoint | None:
-        """From what `fit` is given."""
+        """The settings that `fit(checkpoint=…)` stands for."""
         if given is not None and not isinstance(given, (str, Path, Checkpoint)):
             raise TypeError(f"checkpoint must be a folder or a Checkpoint, got {type(given).__name__}")
         return cls(given) if isinstance(given, (str, Path)) else given
 
 
 class Resumed(NamedTuple):
-    """What a checkpoint holds."""
+    """A checkpoint that was read: its step, whether the run was over, tensors by name, and the loop's record."""
 
     step: int
     finished: bool
@@ -170,7 +170,7 @@ class Checkpointer:
 
 
 def plain(value: Any) -> Any:
-    """Strict JSON: NaN and infinity, which it does not have, as strings that `float` reads."""
+    """The value for strict JSON: NaN and infinity, which that does not have, become strings that `float` reads."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -189,7 +189,7 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
 def identity(
     method: Any, model: Model, data: Data, seed: int, precision: str | None = None, starts: Weights | None = None
 ) -> dict[str, Any]:
-    """What must agree for a checkpoint to be this run's."""
+    """What tells runs apart: a checkpoint can only be resumed by a run in which all of this is the same."""
     everything = (*model.network.named_parameters(), *model.network.named_buffers())
     fixed = [(name, value) for name, value in everything if name not in model.initial and name not in model.buffers]
     return {
@@ -233,7 +233,7 @@ def refuse_other(stored: Mapping[str, Any], given: Mapping[str, Any], path: Path
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Those of torch's global generators."""
+    """The states of torch's global generators, of the CPU and of this device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

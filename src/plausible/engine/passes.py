@@ -17,7 +17,7 @@ ENDLESS = 2**62
 
 
 class PassState:
-    """An estimator, how far its passes are, and at the end what came out. `estimator` None: there is nothing to do."""
+    """An estimator, how far its passes are, and at the end their `result`. `estimator` None: there is nothing to do."""
 
     def __init__(self, estimator: Estimator[Any] | None, data: Data):
         self.estimator, self.data = estimator, data
@@ -27,12 +27,12 @@ class PassState:
 
     @property
     def total(self) -> int:
-        """Examples of all passes, of which there may be fewer in the end."""
+        """Examples of all passes together; the estimator may be content with fewer passes."""
         return 0 if self.estimator is None else self.estimator.passes * self.data.num_data
 
     @property
     def resumable(self) -> bool:
-        """A loader gives its batches in another order the next time: a pass over it begins anew."""
+        """False for a loader: it gives its batches in another order the next time, so an interrupted pass begins anew."""
         return not isinstance(self.data, StreamData) or self.data.indexable
 
     def advance(self) -> None:
@@ -64,14 +64,19 @@ class PassState:
 
 
 class Pass(Stage):
-    """The base of stages that add something up: a subclass says the `estimator`, and what to make of its result."""
+    """The base of stages that add something up over the data.
+
+    A subclass defines `estimator`, `kept`, and where the estimator's result is not yet what it wants, `concluded`.
+    """
 
     traits: ClassVar[Traits] = Traits(verb="accumulate", divisible=False, keeps_draws=False, mixed_precision=False)
 
     def estimator(self, model: Model, run: Run[Any]) -> Estimator[Any] | None:
+        """What is fed with the data; None where there is nothing to do."""
         raise NotImplementedError
 
     def concluded(self, model: Model, run: Run[Any], result: Any) -> Any:  # noqa: ARG002
+        """What becomes `state.result`, from what the estimator's `finish` returned; not None."""
         return result
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:  # noqa: ARG002

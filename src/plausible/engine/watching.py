@@ -58,7 +58,7 @@ class Interrupt:
         self._previous: Any = None
 
     def __enter__(self) -> Interrupt:
-        # Python lets the main thread alone set handlers; who ignores SIGINT (nohup) or set a handler in C keeps it
+        # only the main thread may set handlers; a process that ignores SIGINT (nohup), or whose handler is in C, keeps it that way
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) not in (
             signal.SIG_IGN,
             None,
@@ -101,7 +101,7 @@ class Monitor:
         self.records: list[dict[str, Any]] = []
 
     def __call__(self, step: int, info: Mapping[str, float]) -> None:
-        """Steps are of no interest."""
+        """Called after every step, as callbacks are; a monitor only looks at epochs (`observe`)."""
 
     def due(self, epoch: int, last: bool) -> bool:
         return last or epoch % self.every == 0

@@ -34,10 +34,10 @@ class Posterior(ABC):
     estimate of log p(D) where the method has one: given the weights trained as points, where there are some, and under the prior
     that was fitted, where a method fits it. `parts` are the posteriors of which this one is a mixture.
 
-    A subclass has a `kind`, the word for it in files, and says `num_draws`, `evaluate` (the same `draws` and `seed` must mean the
-    same functions whatever the inputs, since large inputs come in blocks), `content` and `rebuilt`; saving, loading and moving
-    follow. There need be no weights. Where there are, it says `weights` and `starting_points`; with `networks` it can be pruned,
-    and its draws must then be 0 where `masks` are False (`kept`). See docs/extending.md.
+    A subclass has a `kind`, the word for it in files, and defines `num_draws`, `evaluate`, `content` and `rebuilt`; saving, loading
+    and moving follow. For `evaluate` the same `draws` and `seed` must mean the same functions whatever the inputs, since large
+    inputs come in blocks. There need be no weights. Where there are, it defines `weights` and `starting_points`; with `networks`
+    it can be pruned, and its draws must then be 0 where `masks` are False (see `kept`). See docs/extending.md.
     """
 
     kind: ClassVar[str] = ""
@@ -60,7 +60,7 @@ class Posterior(ABC):
 
     @abstractmethod
     def num_draws(self, draws: int | None) -> int:
-        """How many draws are meant by `draws`."""
+        """How many draws there will be where `draws` were asked for (None: as many as this kind gives by itself)."""
 
     @abstractmethod
     def evaluate(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
@@ -88,7 +88,7 @@ class Posterior(ABC):
         raise TypeError(f"a {type(self).__name__} has no means and scales of weights, so it cannot be pruned")
 
     def try_inputs(self, inputs: Any) -> None:
-        """Evaluate one example, so that `predict` refuses inputs that do not fit and not the first question to it."""
+        """Evaluate one example: inputs that do not fit are then an error of `predict`, and not of the first look at its result."""
         self._evaluated(take(inputs, slice(0, 1)), 1, 0)
 
     def status(self, name: str) -> str:
@@ -104,7 +104,10 @@ class Posterior(ABC):
         return self._evaluated(self.inputs(x), check_draws(draws), seed).outputs
 
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
-        """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs."""
+        """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.
+
+        Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something.
+        """
         inputs, draws = self._asked(x, draws, batch_size)
         return Predictive(
             self.likelihood,
@@ -115,6 +118,7 @@ class Posterior(ABC):
         )
 
     def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
+        """The arguments of `predict`, checked: the inputs as tensors, and the number of draws."""
         inputs = self.inputs(x)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
@@ -122,6 +126,7 @@ class Posterior(ABC):
         return inputs, check_draws(draws)
 
     def inputs(self, x: Any) -> Any:
+        """The inputs x as tensors of the network's type, on its device."""
         like = example_of(self.model)
         inputs = as_inputs(x, dtype=like.dtype, device=like.device)
         if num_rows(inputs) == 0:
@@ -129,7 +134,7 @@ class Posterior(ABC):
         return inputs
 
     def _evaluated(self, inputs: Any, draws: int | None, seed: int, batch_size: int | None = None) -> Draws:
-        """`evaluate`, without gradients, without a trace in torch's generators, and with errors that name x."""
+        """`evaluate` as others call it: without gradients, with torch's generators left as they were, and errors that name x."""
         with torch.no_grad(), random.isolated(seed, self.device), naming_x():  # networks may draw numbers themselves
             values = self.evaluate(inputs, draws, seed, batch_size)
         self.check_shape(values.outputs.shape[2:])
@@ -177,7 +182,7 @@ class Posterior(ABC):
 
     @property
     def interrupted(self) -> bool:
-        """By Ctrl-C."""
+        """Whether Ctrl-C ended the run before its end."""
         return bool(self.run.get("interrupted", False))
 
     @property
@@ -236,7 +241,7 @@ class Posterior(ABC):
 
 @contextlib.contextmanager
 def naming_x() -> Iterator[None]:
-    """Errors of a network become one that names x."""
+    """Turn errors of the network inside the block into a ValueError that names x."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -273,7 +278,7 @@ def data_for(model: Model, data: Any, mask: Any = None) -> Data:
 
 
 def checked(model: Model, data: Data) -> Data:
-    """The data with targets that fit the likelihood: arrays are looked at now, a stream batch by batch as it comes."""
+    """The data with their targets checked by the likelihood: those of arrays now, those of a stream batch by batch as they come."""
 
     def check(y: Tensor, observed: Tensor | None) -> Tensor:
         return model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=observed)

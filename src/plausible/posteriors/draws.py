@@ -36,13 +36,14 @@ class DrawsPosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, chains: int = 1) -> Self:
+        """From the draws that the run kept; of an ensemble those of all members."""
         if fitted.draws is None:
             raise ValueError(f"{type(method).__name__} kept no draws: the run ended before the first was due")
         return cls(method, model, record_of(fitted), fitted.draws, chains)
 
     @classmethod
     def left(cls, method: Any, model: Model, fitted: Fitted) -> Self:
-        """The draws that the last of several stages left, of each member of an ensemble its own; `of` has those of all members."""
+        """From what the last of several stages left (`fitted.left`); in an ensemble that is of one member alone."""
         return cls(method, model, record_of(fitted), MemoryDraws(fitted.left))
 
     def content(self) -> Content:
@@ -59,7 +60,7 @@ class DrawsPosterior(Posterior):
         return len(self) if draws is None else draws
 
     def rows(self, draws: int | None, seed: int) -> list[int]:
-        """Which of the stored draws are meant: all of them, fewer without replacement, more by resampling."""
+        """The numbers of the stored draws to use where `draws` were asked for: fewer without replacement, more by resampling."""
         total = len(self)
         if draws is None or draws == total:
             return list(range(total))
@@ -109,7 +110,7 @@ class DrawsPosterior(Posterior):
         return arviz_export.to_arviz(self, x)
 
     def networks(self) -> list[tuple[Weights, Weights | None]]:
-        """Those of each chain over its draws; no scales where a chain has one draw."""
+        """Means and standard deviations over the draws of each chain; no deviations where a chain has one draw."""
         return chain_moments(self.store, self.model.random, self.chains)
 
     def masked(self, masks: Weights) -> Self:

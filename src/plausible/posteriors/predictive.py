@@ -55,7 +55,8 @@ class Predictive:
     """p(y | x) = (1/S) Σ_s p(y | f_s(x)) for N inputs: an equally weighted mixture, not a Gaussian fitted to it.
 
     Results have the shape of the targets and lie on the device of the outputs; they are computed in float64 and
-    returned in the outputs' type. Summaries are computed together in one pass and kept, other questions take one each.
+    returned in the outputs' type. The summaries (mean, variances, entropies) are computed together in one pass over the inputs and
+    kept; every other question takes a pass of its own.
 
     `source` gives all draws for a slice of the inputs. It is called once where the draws of all outputs, [S, N, *O]
     with S = `num_draws`, N = `num_inputs` and O = `output_shape`, fit into `budget_bytes`, and otherwise for each block
@@ -132,7 +133,7 @@ class Predictive:
         return Draws(self._whole.outputs[:, rows], self._whole.weights)
 
     def _blocks(self, draws: int) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
-        """Slices of the inputs, with outputs and weights in float64; so small that `draws` of them fit the block."""
+        """Slices of the inputs with their outputs and weights in float64; so small that `draws` draws of one fit into a block."""
         each = 8 * _COPIES * draws * math.prod(self.output_shape)
         step = max(1, min(BLOCK_BYTES, self._budget) // max(each, 1))
         for start in range(0, max(self.num_inputs, 1), step):

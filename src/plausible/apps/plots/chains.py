@@ -10,7 +10,7 @@ import torch
 
 from plausible.apps.plots.base import DASHED, axes_of, chains_of, chosen_quantity, named_chains
 from plausible.apps.report.statistics import rank_shares, ranks
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains import convergence
 from plausible.posteriors.base import Posterior
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def ess_growth(draws: Any, x: Any = None, points: int = 10, *, ax: Axes | None =
     sizes = np.unique(np.linspace(max(8, count // points), count, points).astype(int))
     if not bool((values.amax((0, 1)) > values.amin((0, 1))).any()):
         raise ValueError("draws does not vary: there is no effective sample size")
-    parts = [diagnostics.summarise(values[:, :size]) for size in sizes.tolist()]
+    parts = [convergence.summarise(values[:, :size]) for size in sizes.tolist()]
     ax = axes_of(ax)
     for name, words in (("ess_bulk", "bulk"), ("ess_tail", "tails")):
         ax.plot(chains * sizes, [part.get(name, np.nan) for part in parts], "o-", markersize=3, label=words)
@@ -150,7 +150,7 @@ def rank(
     order, rhat = _worst_first(values)
     place = order[0] if quantity is None else quantity
     drawn = chosen_quantity(values, place)
-    size = float(diagnostics.ess_bulk(torch.from_numpy(np.ascontiguousarray(drawn))[..., None])[0])
+    size = float(convergence.ess_bulk(torch.from_numpy(np.ascontiguousarray(drawn))[..., None])[0])
     # The band is that of independent draws, so neighbours in a chain are thinned out first.
     step = max(1, round(drawn.size / size)) if np.isfinite(size) else 1
     drawn = drawn[:, :: max(min(step, max(1, drawn.shape[1] // 10)), -(-drawn.size // DRAWS))]
@@ -188,7 +188,7 @@ def energy(draws: Any, *, bins: int = 40, ax: Axes | None = None) -> Axes:
     if values.shape[1] < 4:
         raise ValueError(f"draws has {values.shape[1]} energies in each chain; at least 4 are needed")
     ax = draw_energies(axes_of(ax), values, None if change is None else change.double().numpy(), bins)
-    for number, value in enumerate(diagnostics.ebfmi(torch.from_numpy(values), change).tolist()[:CHAINS], start=1):
+    for number, value in enumerate(convergence.ebfmi(torch.from_numpy(values), change).tolist()[:CHAINS], start=1):
         ax.plot([], [], " ", label=f"E-BFMI of chain {number}: {value:.2f}{' (low)' if value < 0.3 else ''}")
     ax.legend(fontsize=8)
     return ax
@@ -225,7 +225,7 @@ def autocorrelation(
     values, words = named_chains(draws, x, names)
     if values.shape[1] < 4:
         raise ValueError(f"draws has {values.shape[1]} draws in each chain; autocorrelations need at least 4")
-    sizes = diagnostics.ess_bulk(torch.from_numpy(values)).numpy()
+    sizes = convergence.ess_bulk(torch.from_numpy(values)).numpy()
     place = int(np.nanargmin(sizes)) if quantity is None and np.isfinite(sizes).any() else quantity or 0
     drawn = chosen_quantity(values, place)
     count = drawn.shape[1]
@@ -254,7 +254,7 @@ def _statistics(draws: Any) -> dict[str, torch.Tensor]:
 
 def _worst_first(values: np.ndarray) -> tuple[list[int], np.ndarray]:
     """Places of the quantities by falling R̂ (those without one last), and R̂ of each."""
-    rhat = diagnostics.rhat(torch.from_numpy(np.ascontiguousarray(values))).numpy()
+    rhat = convergence.rhat(torch.from_numpy(np.ascontiguousarray(values))).numpy()
     order = np.argsort(-np.where(np.isnan(rhat), -np.inf, rhat), kind="stable")
     return order.tolist(), rhat
 

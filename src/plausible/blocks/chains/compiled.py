@@ -208,7 +208,7 @@ def faster(density: ModelDensity, wish: Any, gradients: int) -> tuple[ModelDensi
 
 
 def _runs(quick: ModelDensity, density: ModelDensity) -> bool:
-    """Whether a leapfrog of no length works; a warning where it does not."""
+    """Whether the quick form can be built and run, found out by a leapfrog of length 0; a warning where it cannot."""
     try:
         q = torch.zeros(density.chains, density.size, dtype=density.dtype, device=density.device)
         with torch.no_grad():

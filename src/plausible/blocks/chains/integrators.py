@@ -25,6 +25,7 @@ from plausible.blocks.chains.density import Density, Point
 
 Kind = Literal["diag", "dense", "lowrank", "unit"]
 KINDS: tuple[Kind, ...] = ("diag", "dense", "lowrank", "unit")
+DIVERGENT = 1000.0  # nats of energy gained from which a path has run away; trees.cpp has the same number
 
 
 def _energy(momentum: Tensor, velocity: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Point
+from plausible.blocks.chains.integrators import DIVERGENT
 
 Spacing = Literal["power", "sigmoid", "geometric"]
 SPACINGS: tuple[Spacing, ...] = ("power", "sigmoid", "geometric")
-LOST = 1000.0  # energy errors above this are divergences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def hamiltonian(
     new = Place(end.position, end.log_likelihood, end.log_prior, end.gradient)
     # row by row: each has its own step and its own verdict
     kept = Place(*(torch.where(accept.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(new, place)))
-    lost = (error > LOST).double()
+    lost = (error > DIVERGENT).double()
     return Moved(kept, (-error).clamp(max=0).exp(), lost, torch.where(accept, after, before))
 
 

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.chains.density import Density, Point
-from plausible.blocks.chains.integrators import Diagonal, Metric, integrate
+from plausible.blocks.chains.integrators import DIVERGENT, Diagonal, Metric, integrate
 
 LENGTH = 64  # leapfrogs of a block, at most
 BUDGET = {"cpu": 2**28, "cuda": 2**31}  # bytes of a block, for all chains
 DROPPING = 16  # leapfrogs saved from which it pays to leave rows out
-DIVERGENT = 1000.0  # nats above the start at which a trajectory has run away
 
 
 class Explored(NamedTuple):
@@ -54,6 +53,7 @@ def block_length(position: Tensor) -> int:
 
 
 def width(max_depth: int, length: int) -> int:
+    """How many uniform numbers `explore` needs for each chain."""
     return sum(2 + 2 * max(1, 2**depth // length) for depth in range(max_depth))
 
 
@@ -141,6 +141,11 @@ class _Forest:
         return rows
 
     def grow(self, noise: Tensor, size: int, blocks: int) -> None:
+        """One doubling of all trees that are still going: a new half of `blocks` blocks of `size` leapfrogs, at one of their ends.
+
+        Then a state of the old tree or of the new half is chosen, and the whole is checked for turning back. `noise` are this
+        doubling's columns of `uniform`.
+        """
         noise = noise[self.chain]
         ahead = (noise[:, 0] >= 0.5).long()
         row = torch.arange(len(ahead), device=ahead.device)
@@ -228,13 +233,20 @@ def joined(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _asked(device: torch.device) -> Tensor:
-    """First and last end with the sum of all, first and third with the first span and a state, second and last with the other."""
+    """Which of the twelve products (four ends × three sums) `joined` looks at, as indices into the flattened matrix.
+
+    The first and the last end with the sum of all momenta; the first and the third with that of the first span and the state after
+    it; the second and the last with that of the other span and the state before it.
+    """
     return torch.tensor([end * 3 + total for end, total in ((0, 0), (3, 0), (0, 1), (2, 1), (1, 2), (3, 2))], device=device)
 
 
 @functools.lru_cache
 def _questions(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """All that subtrees of `size` states ask, p♯_i · (p_low + … + p_{high−1}): places of both prefix sums, and the last state."""
+    """All products p♯_i · (p_low + … + p_{high−1}) by which the subtrees of a block of `size` states are checked for turning.
+
+    For each product the places of its two prefix sums in the flattened matrix of `first_stop`, and the last state of its subtree.
+    """
     questions, span = [], 2
     while span <= size:
         for low in range(0, size, span):

@@ -137,7 +137,11 @@ def start(
 
 
 class _Sums:
-    """Blocks that are added up: of each chunk the parts of JᵀS for its columns S, slice by slice; then again to correct them."""
+    """The `Estimator` of blocks that are sums over the data.
+
+    Of each chunk of examples the parts of JᵀS for the columns S are added to the blocks, slice by slice. A second pass corrects
+    the eigenvalues of Kronecker factors where the structure is "ekfac".
+    """
 
     note = ""
 
@@ -314,6 +318,7 @@ class _LowRank(Eigenpairs):
 
 
 def _counted(batch: Batch) -> Tensor | None:
+    """How much each example counts [B]: its weight, and 0 where none of its targets was observed; None where all count alike."""
     if batch.mask is None:
         return batch.weight
     seen = (batch.mask.flatten(1).any(1) if batch.mask.ndim > 1 else batch.mask).float()
@@ -325,6 +330,7 @@ def _counted(batch: Batch) -> Tensor | None:
 def plan(
     layers: Sequence[Layer], structure: str, precision: Mapping[str, Tensor] | None = None, sharing: Sharing = "expand"
 ) -> list[Block]:
+    """The empty blocks of a structure; weight and bias of a layer share Kronecker factors only where their precisions agree."""
     if structure == "diag":
         return [Diagonal([layer]) for layer in layers]
     if structure == "block":
@@ -345,13 +351,14 @@ def plan(
 
 
 def forecast(layers: Sequence[Layer], structure: str, rank: int = 0) -> int:
+    """How many numbers the structure will keep."""
     if structure == "lowrank":
         return 3 * rank * sum(layer.size for layer in layers)
     return sum(block.elements(block.layers) for block in plan(layers, structure))
 
 
 def require(needed: int, device: torch.device, structure: str) -> None:
-    """A MemoryError with the forecast, before the work, where it cannot fit."""
+    """Raise a MemoryError where the `needed` bytes are more than are free."""
     free = memory.available(device)
     log.debug("structure=%r keeps about %.2f GiB", structure, needed / 2**30)
     if free is not None and needed > free:

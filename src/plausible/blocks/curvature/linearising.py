@@ -42,6 +42,7 @@ class Linearisation:
 
     # -----------------------------------------------------------------------------------------------------------------
     def _record(self, x: Any, grad: bool) -> tuple[Tensor, list[Use], Weights]:
+        """Run the network: its outputs, every linear use of a random weight in order, and the leaves that stood for the weights."""
         leaves = {name: self.weights[name].detach().requires_grad_(grad) for name in self.names}
         with torch.set_grad_enabled(grad), Recorder(leaves) as recorder:
             recorder.cloning = self.cloning
@@ -155,7 +156,7 @@ class Linearisation:
     def slices(
         self, x: Any, roots: Callable[[Tensor], Tensor | Columns], count: int | None = None
     ) -> Iterator[tuple[Tensor, list[Part]]]:
-        """The same for `count` of the K columns after the other, by one forward pass and a backward pass for each slice."""
+        """As `__call__`, with at most `count` of the K columns at a time: one forward pass, and a backward pass for each slice."""
         with torch.inference_mode(False), torch.enable_grad():
             x = _usable(x)
             outputs, uses, _ = self._record(x, grad=True) if self.layers else (self.outputs(x), [], {})
@@ -175,7 +176,7 @@ class Linearisation:
             yield outputs.detach(), parts
 
     def _spots(self, uses: list[Use]) -> Iterator[tuple[Layer, list[tuple[int, tuple[int, str]]]]]:
-        """Of each layer the numbers of its uses, and where the examples are in them."""
+        """For each layer, which of the uses are its own, and where the examples lie in each."""
         for key, layer in self.layers.items():
             numbers = [i for i, use in enumerate(uses) if (use.weight, use.bias) == key]
             places = self.axes[key]

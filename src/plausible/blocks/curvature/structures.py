@@ -66,11 +66,11 @@ class Block(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """All columns of these examples were added."""
+        """Called when all columns of these examples were added."""
 
     @abstractmethod
     def finish(self) -> None:
-        """All data were added: from the sums to what is kept."""
+        """Called when all data were added: make of the `sums` what the block keeps."""
 
     @abstractmethod
     def log_det(self, precision: Mapping[str, Tensor], scale: Tensor) -> Tensor:
@@ -119,6 +119,7 @@ class Block(ABC):
 
 
 def flat_precision(layers: Sequence[Layer], precision: Mapping[str, Tensor]) -> Tensor:
+    """The precision of each element, end to end: [size]."""
     return torch.cat(
         [precision[name].expand(shape).reshape(-1) for layer in layers for name, shape in zip(layer.names, layer.shapes)]
     )
@@ -130,6 +131,7 @@ def flat(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def named(layers: Sequence[Layer], vectors: Tensor) -> Weights:
+    """The inverse of `flat`."""
     parts = vectors.split_with_sizes([layer.size for layer in layers], dim=-1)
     return {name: value for layer, part in zip(layers, parts) for name, value in layer.split(part).items()}
 
@@ -363,5 +365,6 @@ def assigned(blocks: Sequence[Block], parts: Sequence[Part]) -> list[list[Part]]
 
 
 def apart(layer: Layer) -> list[Layer]:
+    """The weight and the bias of a layer as two layers."""
     weight = replace(layer, names=layer.names[:1], shapes=layer.shapes[:1], biased=False)
     return [weight, Layer(layer.names[1:], "matrix", layer.shapes[1:], biased=True, weighted=False)]

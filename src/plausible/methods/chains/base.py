@@ -19,8 +19,7 @@ from plausible.blocks.chains.adaptation import Adaptation, Slope, Warmup, first_
 from plausible.blocks.chains.compiled import faster
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
 from plausible.blocks.chains.gibbs import Hierarchy
-from plausible.blocks.chains.integrators import Metric, check_metric, gradients, integrate
-from plausible.blocks.chains.trees import DIVERGENT
+from plausible.blocks.chains.integrators import DIVERGENT, Metric, check_metric, gradients, integrate
 from plausible.core import random
 from plausible.core.data import Batch
 from plausible.core.memory import require_memory
@@ -151,7 +150,10 @@ class Chains(Method):
         return self.started(target, target.flatten(starting_points(model, run, self.rows, self.init)), key)
 
     def started(self, target: Density, position: Tensor, key: Tensor) -> ChainState:
-        """The state at these positions before the first transition, with precisions that are drawn given the weights."""
+        """The state at these positions before the first transition; precisions of a hierarchical prior are drawn given the weights.
+
+        Needs a density and no model, so that `blocks.chains.density.run` can use it too.
+        """
         precisions = {} if target.hierarchy is None else target.hierarchy.draw(position, random.fold(key, 1), 0)
         zero = torch.zeros(len(position), dtype=torch.float64, device=key.device)
         running, step = Running(zero[0].clone(), zero.clone(), zero.clone()), torch.zeros_like(zero[0], dtype=torch.int64)
@@ -172,6 +174,7 @@ class Chains(Method):
         return begun._replace(statistics=self._noted(begun, begun.statistics))
 
     def _bound(self, target: Density, state: ChainState) -> Density:
+        """The density that a transition from this state moves over: at the state's own powers and precisions."""
         bound = self.bind(target, state)
         return bound if target.hierarchy is None else target.hierarchy.bound(bound, state.precisions)
 
@@ -179,7 +182,7 @@ class Chains(Method):
         return self.advanced(run.prepared, state)  # the target has the data
 
     def advanced(self, target: Density, state: ChainState) -> tuple[ChainState, Info]:
-        """One transition over any target, and a Gibbs step of the precisions where the prior leaves them open."""
+        """One transition over any target, then a Gibbs step of the precisions where the prior is hierarchical."""
         new = self.transition(self._bound(target, state), state)
         if target.hierarchy is not None:
             # precisions given the weights, exactly; the prior and its gradient are others afterwards
@@ -192,7 +195,7 @@ class Chains(Method):
         return new._replace(statistics=noted, running=running, step=state.step + 1), info
 
     def _noted(self, state: ChainState, latest: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics of the transitions since the last draw, of which `state` has those before the latest."""
+        """The statistics of the new state: over all transitions since the last draw, from those in `state` and the `latest`."""
         # sums and means travel in the state, so that a resumed run goes on with them
         if self.thin == 1:
             return latest
@@ -206,7 +209,7 @@ class Chains(Method):
         return noted
 
     def about(self, state: ChainState) -> dict[str, Tensor]:
-        """What is kept of a draw beside its weights, `[chains]` each."""
+        """What is stored with a draw beside its weights, by name: its densities, statistics and precisions, `[chains]` each."""
         precisions = {f"precision.{name}": value for name, value in state.precisions.items()}
         joint = {"log_likelihood": state.log_likelihood, "log_prior": state.log_prior}
         return index({**joint, **state.statistics, **precisions}, slice(self.chains))
@@ -265,6 +268,8 @@ class Adapting(Chains):
         return state._replace(adaptation=adapted, statistics=state.no_statistics())
 
     def _first_step(self, target: Density, state: ChainState) -> adaptation.Find:
+        """What finds step sizes for a metric at this state, from step sizes to begin the search with."""
+
         def find(metric: Metric, step: Tensor) -> Tensor:
             noise = state.normal(90, state.position)
             return first_step(target, metric, state.position, state.evaluation, noise, step, self.integrator)
@@ -293,7 +298,7 @@ class Adapting(Chains):
         return taken(state, end, level.log() < gain)._replace(statistics=statistics), start, end
 
     def learned(self, target: Density, new: ChainState, old: ChainState) -> ChainState:
-        """The new state with what its transition taught, in warm-up."""
+        """The new state, in warm-up with step sizes and masses that were adapted by what its transition showed."""
         if not self.adapt or not self.warming(old):
             return new
         # a step size that was given is where averaging starts, and is not sought again after a change of masses
@@ -374,7 +379,7 @@ def live_rhat(running: Running) -> float:
 
 
 def fastest(target: ModelDensity, run: Run[Any], gradients: int) -> ModelDensity:
-    """The form of a density that pays for about so many gradients; it says its `mode`."""
+    """The density in the form that pays for about so many gradients (see `faster`), with that form's name as its `mode`."""
     chosen, mode = faster(target, run.compile, gradients)
     chosen.mode = mode
     return chosen

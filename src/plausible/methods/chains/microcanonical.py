@@ -10,15 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plausible.blocks.chains import convergence as diagnostics
+from plausible.blocks.chains import convergence
 from plausible.blocks.chains.adaptation import Variances
 from plausible.blocks.chains.density import Density
-from plausible.blocks.chains.integrators import gradients, scheme_for
+from plausible.blocks.chains.integrators import DIVERGENT, gradients, scheme_for
 from plausible.core.serialise import check_number, register
 from plausible.engine.method import Traits, check_choice
 from plausible.methods.chains.base import STATISTICS, Chains, ChainState, taken
 
-DIVERGENT = 1000.0  # nats of energy error of a single step that count as divergent
 WIDTH = 9.0  # logs of energy errors this far from the one that is wanted count e^(−½) as much
 FIRST = 0.5  # energy variance per weight of the very first step
 MEMORY = 150  # steps over which the step size is averaged, in warm-ups that are long enough
@@ -201,7 +200,7 @@ class Microcanonical(Chains):
         if self.length is not None:
             return now
         count, chains, columns = now.record.shape
-        effective = diagnostics.ess(now.record.reshape(1, count, -1)).reshape(chains, columns)
+        effective = convergence.ess(now.record.reshape(1, count, -1)).reshape(chains, columns)
         # a coordinate that never moves has no autocorrelation time: it counts as 1
         times = (count / effective.clamp(min=1)).nan_to_num(nan=1.0).mean(-1)
         return now._replace(length=AUTOCORRELATION * times * now.step)
