@@ -223,7 +223,7 @@ def log_density(
 # ---------------------------------------------------------------------------------------------------------------------
 # How a weight is used
 class _Survey:
-    """In the place of noise: counts the uses of each weight, all of which see its mean."""
+    """Stands in for a `Noise` while `survey` runs the network: each weight is its mean, and its uses are counted."""
 
     def __init__(self) -> None:
         self.uses: dict[str, list[str]] = {}
@@ -235,7 +235,7 @@ class _Survey:
 
 
 class _Noisy(Interceptor):
-    """Metadata as of a parameter, the estimator in linear operations, a sampled weight anywhere else."""
+    """What becomes of a `GaussianWeight`: its estimator in linear operations, a sampled weight anywhere else."""
 
     def name(self, value: Any) -> str | None:
         return value._name if isinstance(value, GaussianWeight) else None

@@ -36,7 +36,7 @@ class PassState:
         return not isinstance(self.data, StreamData) or self.data.indexable
 
     def advance(self) -> None:
-        """Add the next batch; behind the last one, ask whether all are needed once more."""
+        """Add the next batch; after the last one, ask the estimator whether it needs another pass."""
         assert self.estimator is not None
         if self._feed is None:  # also in a resumed pass, which skips what it has seen
             self._feed = iter(self.data.chunks(self.estimator.chunk))

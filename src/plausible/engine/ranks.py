@@ -206,7 +206,7 @@ class Ranks(Team):
         return model, None if starts is None else tree.tree_map(receive, starts)
 
     def send(self, rank: int, value: Tensor) -> Tensor:
-        """The value that this rank has, sent to all, whose own only says the shape and type: a new tensor on its device."""
+        """The value that `rank` has, on every rank; of the others' own `value` only shape, type and device count."""
         copy = value.detach().to("cpu", copy=True).contiguous()
         if copy.numel():
             try:  # as bytes, since gloo does not know all types
@@ -302,7 +302,7 @@ def leave() -> None:
 
 
 def _control_group() -> Any:
-    """A gloo group of all ranks for words between them, whatever the default group is made of; made once."""
+    """The gloo group of all ranks by which they exchange messages, whatever backend the default group has; made once."""
     world = dist.group.WORLD
     if id(world) not in _groups or _groups[id(world)][0] is not world:
         _groups.clear()
@@ -312,7 +312,7 @@ def _control_group() -> Any:
 
 
 class _Quiet(logging.Filter):
-    """Lets only errors pass: what ranks have to say, the first one says."""
+    """Lets only errors pass: the first rank logs for all of them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR

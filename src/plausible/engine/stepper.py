@@ -93,7 +93,7 @@ class Stepper(Protocol):
     state: Any
 
     def advance(self, first: int, count: int, after: Callable[[int], bool]) -> list[Info]:
-        """Run steps first … first+count−1; `after(done)` is called behind each and ends the run by returning True."""
+        """Run steps first … first+count−1; `after(done)` is called after each, and ends the segment there by returning True."""
 
 
 class Eager:
@@ -193,7 +193,7 @@ class Captured:
         torch.cuda.set_rng_state(generator, device)
 
     def advance(self, first: int, count: int, after: Callable[[int], bool]) -> list[Info]:
-        """Replay; `count` is at most LENGTH, and `after` is asked once, behind the last step."""
+        """Replay the graph; `count` is at most LENGTH, and `after` is called once, after the last step."""
         if self.indices is not None:
             self.indices[:count].copy_(self.source.index_block(first, count), non_blocking=True)
         self.cursor.zero_()
@@ -205,7 +205,7 @@ class Captured:
 
 
 def make(mode: StepMode, step: Step, model: Model, run: Run[Any], state: Any, source: Source) -> tuple[Stepper, StepMode]:
-    """A stepper for this mode, or an eager one, said once, where compiling or capturing is not possible."""
+    """A stepper for this mode, or an eager one (with a warning) where that mode is not possible; and the mode that it has."""
     if "compiled" in mode and not has_compiler(model.device):
         log.warning("no C++ compiler found: steps run uncompiled")
         mode = "captured" if "captured" in mode else "eager"

@@ -35,7 +35,7 @@ class Stopping:
         return bool((self.tree["stale"] >= self.patience).all())
 
     def judge(self, model: Model, state: Any) -> float:
-        """Take note of the held-out log-likelihood of a state; its mean over members."""
+        """Judge a state by its held-out log-likelihood, of which the mean over members is returned."""
         variables = {**state.weights, **state.buffers}
 
         def total(batch: Batch) -> Tensor:

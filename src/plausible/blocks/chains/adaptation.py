@@ -44,7 +44,7 @@ class DualAveraging(NamedTuple):
 
     @classmethod
     def begin(cls, step: Tensor) -> Self:
-        """From first step sizes `[chains]`; tries are drawn to ten times as much."""
+        """Before the first transition, from first step sizes `[chains]`; the sizes tried are pulled towards ten times as much."""
         log_step = step.double().log()
         zero = torch.zeros_like(log_step)
         # log 10: tries err on the bold side, since small steps cost more than a few rejections
@@ -188,7 +188,7 @@ class Slopes(NamedTuple):
         return Diagonal(self.inverse_mass(1, dtype)[0] if bool(self.pooled) else self.inverse_mass(len(self.mean), dtype))
 
     def inverse_mass(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Those of so many groups of neighbouring chains, from the mean variances of each: `[groups, P]`."""
+        """Inverse masses for so many groups of neighbouring chains, each from the mean variances of its chains: `[groups, P]`."""
         wide, steep = (part.unflatten(0, (groups, -1)).mean(1) for part in (self.squares, self.slope_squares))
         tiny = 1e-20 * self.count
         # a weight that never moved, or has no slope, keeps a mass of about 1
@@ -216,7 +216,10 @@ class Covariances(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """The latest draws and gradients of all chains, `[length, chains, P]` each, how many there were; `rank` `[R]` by its shape."""
+    """The latest draws and gradients of all chains, `[length, chains, P]` each, and how many there were.
+
+    The length R of `rank` is the number of directions that the metric is to have: a state holds tensors alone.
+    """
 
     count: Tensor  # type: ignore[assignment]
     positions: Tensor
@@ -240,7 +243,7 @@ Moments = Variances | Slopes | Covariances | Recent
 
 
 def moments_for(kind: Kind, position: Tensor, rank: int = 10, slopes: Slope = "none") -> Moments:
-    """No draws yet, for positions `[chains, P]`; with `slopes` diagonal masses come from gradients too."""
+    """Empty moments for draws at positions `[chains, P]`; with `slopes` diagonal masses come from gradients too."""
     chains, size = position.shape
     zero = torch.zeros((), dtype=torch.float64, device=position.device)
     if kind == "dense":

@@ -121,7 +121,7 @@ class Hierarchy:
         return density.bound(precision=self.vector(precisions, density.dtype))
 
     def step(self, density: Density, state: ChainState) -> ChainState:
-        """New precisions given the weights; log prior and gradient are those of the density that they bind."""
+        """The state with new precisions, drawn given its weights, and with the log prior and the gradient under them."""
         drawn = self.draw(state.position, state.key, state.step)
         before, after = (self.vector(each, density.dtype) for each in (state.precisions, drawn))
         return state._replace(

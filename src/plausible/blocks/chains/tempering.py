@@ -173,14 +173,14 @@ class Bridges(NamedTuple):
 
 
 def no_bridges(blocks: int, rungs: int, chains: int, device: torch.device) -> Bridges:
-    """Empty sums (finite numbers that add nothing: states are checked)."""
+    """Sums without a term: logarithms so low that they add nothing."""
     # −∞ would be refused as a state that is not finite
     nothing = torch.full((blocks, rungs - 1, chains), -1e300, dtype=torch.float64, device=device)
     return Bridges(nothing, nothing.clone(), torch.zeros(blocks, dtype=torch.float64, device=device))
 
 
 def bridged(sums: Bridges, block: int, betas: Tensor, log_likelihood: Tensor) -> Bridges:
-    """With one more term in a block: `betas` `[K]` from high to low, `log_likelihood` `[K, chains]`."""
+    """The sums with one more term in a block: `betas` `[K]` from high to low, `log_likelihood` `[K, chains]`."""
     # half of the way from each side: neither expectation has to reach across the whole gap
     half = 0.5 * (betas[:-1] - betas[1:]).unsqueeze(-1)
     hot, cold, terms = (part.clone() for part in sums)

@@ -124,11 +124,11 @@ class OutputFisher(ABC):
 
     @abstractmethod
     def _summed(self, weight: Tensor | None) -> Tensor:
-        """[P, C, C]."""
+        """Σ_b weight_b F_b, position by position: [P, C, C]."""
 
     @abstractmethod
     def _blocks(self) -> Tensor:
-        """[B, P, C, C]."""
+        """F_b, position by position: [B, P, C, C]."""
 
 
 class Elementwise(OutputFisher):

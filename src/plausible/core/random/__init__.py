@@ -153,7 +153,7 @@ def generator(seed: int, *path: int) -> torch.Generator:
 
 
 def normals(seed: int, *path: int, count: int, like: Tensor) -> Tensor:
-    """N(0, 1): `count` numbers of the type and on the device of `like`, a pure function of `seed` and `path` on each kind of it.
+    """N(0, 1): `count` numbers of the type and on the device of `like`, on each kind of device a function of `seed` and `path`.
 
     For many numbers outside of steps, drawn where they are used.
     """

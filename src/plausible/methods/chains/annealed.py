@@ -169,7 +169,7 @@ class Annealed(Method):
         return state, {**dict(zip(TRACED, row)), "log_likelihood": seen.mean() if len(seen) else row.new_zeros(())}
 
     def _weighted(self, state: AnnealedState) -> tuple[AnnealedState, Tensor]:
-        """The next power; weights, and resampling of particles and pilots. Also a row of the trace, half filled."""
+        """The state at the next power, reweighted and where it is time resampled, and its row of the trace, half filled."""
         count, particles = int(state.passed), self.particles
         guides = state.log_likelihood[particles:] if self.pilots else state.log_likelihood
         beta = self.next_beta(float(state.beta), count, guides)
@@ -288,5 +288,5 @@ def anneal(method: Annealed, target: Density, position: Tensor, seed: int = 0) -
 
 
 def _sure(log_likelihood: Tensor) -> Tensor:
-    """A likelihood that cannot be computed is 0."""
+    """The log-likelihood with −∞ for NaN: a likelihood that cannot be computed counts as 0."""
     return log_likelihood.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)

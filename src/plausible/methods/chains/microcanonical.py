@@ -143,7 +143,7 @@ class Microcanonical(Chains):
         return moved, kinetic + before - after
 
     def _learned(self, now: Motion, new: ChainState, change: Tensor) -> Motion:
-        """After a transition of the warm-up with these energy errors."""
+        """The motion adapted after a transition of the warm-up, whose energy errors were `change`, `[chains]`."""
         number = int(new.step)
         first, second, third = self._bounds()
         if number < third and self.step_size is None:

@@ -56,7 +56,7 @@ class MILE(Microcanonical):
 
 
 class MembersState(NamedTuple):
-    """That of the members, stacked; `over` where there is nothing to train."""
+    """The members' states, stacked; `over` where there is nothing to train."""
 
     weights: Weights
     buffers: Weights

@@ -80,14 +80,14 @@ class Ensemble(Method):
         return cls(MAP.conforming(), members=3)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
-        # That of the method it repeats: the problem has one mode
+        # that of the method it repeats: the problem has one mode
         return self.method.conjugate(problem)
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         """The draws of all members together, or an equal mixture of the members' posteriors."""
         if self.method.traits.keeps_draws:
             return DrawsPosterior.of(self, model, fitted, chains=self.members)
-        alone = fitted._replace(history={})  # which is the mean over members, and none of theirs
+        alone = fitted._replace(history={})  # the history is the mean over members, and not that of any of them
         parts = []
         for k in range(self.members):
             several = len(self.method.stages()) > 1
@@ -241,9 +241,10 @@ class Member(Stage):
 
 
 def named(member: int, left: Mapping[str, Tensor]) -> Weights:
-    """What a member left, under names of its own among those of all members."""
+    """What a member left, under names that begin with its number ("2/layer.weight"): all members leave their tensors together."""
     return {f"{member}/{name}": value for name, value in left.items()}
 
 
 def of_member(member: int, left: Mapping[str, Tensor]) -> Weights:
+    """The inverse of `named`: what this member left, among what all did."""
     return {n.partition("/")[2]: value for n, value in left.items() if n.partition("/")[0] == str(member)}
