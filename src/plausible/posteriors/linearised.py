@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plausible.blocks.curvature.dense import Subset
-from plausible.blocks.curvature.estimating import choose_chunk, is_final
+from plausible.blocks.curvature.estimating import choose_jacobian_chunk, is_final
 from plausible.blocks.curvature.kronecker import Kronecker
 from plausible.blocks.curvature.linearising import Linearisation
 from plausible.blocks.curvature.low_rank import projected
@@ -238,7 +238,7 @@ class LaplacePosterior(LawPosterior):
             return super().evaluate(inputs, draws, seed, batch_size)
         total, rows, means = self.num_draws(draws), num_rows(inputs), self.means
         at = self._linearisation(inputs)
-        size = batch_size or choose_chunk(at, math.prod(self.model.output_shape), self.device)
+        size = batch_size or choose_jacobian_chunk(at, math.prod(self.model.output_shape), self.device)
         # as many draws at a time as fit beside the weights; all of them are needed for each block of inputs
         step = at_once(tree.num_elements(means))
         blocks = []
@@ -271,7 +271,7 @@ class LaplacePosterior(LawPosterior):
         columns = math.prod(self.model.output_shape)
         known = all(isinstance(block, Kronecker) for block in self.curvature.blocks)
         many = columns > MANY_OUTPUTS and known and is_final(at, self.model)
-        size = choose_chunk(at, 1 if many else columns, self.device)
+        size = choose_jacobian_chunk(at, 1 if many else columns, self.device)
         means, covariances = [], []
         for start in range(0, num_rows(inputs), size):
             x = take(inputs, slice(start, start + size))

@@ -193,7 +193,7 @@ class _Sums:
                 enough = max(EXAMPLES, min(2 * EXAMPLES, ROWS // columns)) if self.cached else EXAMPLES
                 if self.cached:
                     together = min(columns, max(2, ROWS // (self.wished or enough)))
-            self._sizes[count, tallied] = self.wished or choose_chunk(self.at, together, self.device, enough), together
+            self._sizes[count, tallied] = self.wished or choose_jacobian_chunk(self.at, together, self.device, enough), together
         return self._sizes[count, tallied]
 
     def add(self, batch: Batch) -> None:
@@ -368,10 +368,11 @@ def require(needed: int, device: torch.device, structure: str) -> None:
         )
 
 
-def choose_chunk(at: Linearisation, columns: int, device: torch.device, enough: int | None = None) -> int:
-    """So many examples that matrix products are efficient, in at most `WORKSPACE` bytes or a quarter of what is free.
+def choose_jacobian_chunk(at: Linearisation, columns: int, device: torch.device, enough: int | None = None) -> int:
+    """How many examples to take at a time.
 
-    On a CPU `enough` are, by default as many as make 4,096 rows with their columns.
+    So many that matrix products are efficient, in at most `WORKSPACE` bytes or a quarter of what is free. On a
+    CPU `enough` are, by default as many as make 4,096 rows with their columns.
     """
     one = at.bytes_per_example(columns)
     advice = "use fewer weights (where=), or another device"
