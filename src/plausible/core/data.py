@@ -77,7 +77,8 @@ class Order:
             self._cache[member, epoch] = torch.randperm(self.num_data, generator=stream)
         return self._cache[member, epoch]
 
-    def _rows(self, member: int, first: int, count: int) -> Tensor:
+    def rows_of(self, member: int, first: int, count: int) -> Tensor:
+        """Row indices of batches first … first+count−1 of one member: [count, batch]."""
         start, stop = first * self.batch_size, (first + count) * self.batch_size
         parts = []
         while start < stop:
@@ -91,8 +92,8 @@ class Order:
     def __call__(self, first: int, count: int) -> Tensor:
         """Row indices of batches first … first+count−1: [count, batch], or [count, members, batch]."""
         if self.members is None:
-            return self._rows(0, first, count)
-        return torch.stack([self._rows(member, first, count) for member in range(self.members)], dim=1)
+            return self.rows_of(0, first, count)
+        return torch.stack([self.rows_of(member, first, count) for member in range(self.members)], dim=1)
 
 
 def _num_held_out(fraction: float, count: int) -> int:

@@ -77,7 +77,7 @@ class Source:
         """Row indices, where the order gives them."""
         assert self._order is not None
         if self._numbers:  # the order of some members' rows is theirs whoever else runs here
-            rows = torch.stack([self._order._rows(member, first, count) for member in self._numbers], dim=1)
+            rows = torch.stack([self._order.rows_of(member, first, count) for member in self._numbers], dim=1)
         else:
             rows = self._order(first, count)
         return rows if self.place is None else rows[..., share(rows.shape[-1], *self.place)]

@@ -36,7 +36,7 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
         return model.prior.log_prob({name: named[name] for name in model.initial})
 
     named = density.named(position)
-    grads, likelihood = torch.func.vmap(torch.func.grad_and_value(partial(density._sum, batch=batch)))(named)
+    grads, likelihood = torch.func.vmap(torch.func.grad_and_value(partial(density.log_likelihood_of, batch=batch)))(named)
     # torch.func here, autograd elsewhere: only the first can be traced as a whole
     gradient = tree.flatten(grads, batch_dims=1)
     if precision is not None:
@@ -47,7 +47,7 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
     else:
         grads, prior = torch.func.vmap(torch.func.grad_and_value(prior_of))(named)
         slope = tree.flatten(grads, batch_dims=1)
-    return density._joined(likelihood, gradient, prior, slope, beta)
+    return density.combined(likelihood, gradient, prior, slope, beta)
 
 
 def drift_and_kick(

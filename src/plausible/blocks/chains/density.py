@@ -187,30 +187,31 @@ class ModelDensity(Density):
             # the forward pass is vmapped, and one backward pass runs over all chains: Σ_c v_c has the gradient of each v_c
             with torch.enable_grad():
                 leaf = position.detach().requires_grad_()
-                value = self._each_chain(functools.partial(self._sum, batch=batch), self.named(leaf))
+                value = self._each_chain(functools.partial(self.log_likelihood_of, batch=batch), self.named(leaf))
                 (part,) = torch.autograd.grad(value.sum(), [leaf])
             likelihood, gradient = likelihood + value.detach(), gradient + part
-        return self._joined(likelihood, gradient, *self._prior(position), self.beta)  # type: ignore[arg-type]
+        return self.combined(likelihood, gradient, *self._prior(position), self.beta)  # type: ignore[arg-type]
 
     def densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.named(position)
         likelihood: Tensor | float = 0.0
         with torch.no_grad():
             for batch in self._batches():
-                likelihood = likelihood + self._each_chain(functools.partial(self._sum, batch=batch), weights)
+                likelihood = likelihood + self._each_chain(functools.partial(self.log_likelihood_of, batch=batch), weights)
             prior, _ = self._prior(position, gradient=False)
         scale = 1.0 / self.model.temperature
         return likelihood * scale, prior * scale  # type: ignore[return-value]
 
-    def _joined(self, likelihood: Tensor, gradient: Tensor, prior: Tensor, slope: Tensor, beta: Tensor | None) -> Evaluation:
-        """Likelihood and prior with their gradients, at these powers and at the temperature of the model."""
+    def combined(self, likelihood: Tensor, gradient: Tensor, prior: Tensor, slope: Tensor, beta: Tensor | None) -> Evaluation:
+        """The `Evaluation` of these sums and their gradients, at these powers and at the temperature of the model."""
         weighted = gradient if beta is None else beta.unsqueeze(-1).to(self.dtype) * gradient
         total, scale = weighted + slope, 1.0 / self.model.temperature
         if scale == 1.0:
             return Evaluation(likelihood, prior, total)
         return Evaluation(likelihood * scale, prior * scale, total * scale)
 
-    def _sum(self, weights: Weights, batch: Batch) -> Tensor:
+    def log_likelihood_of(self, weights: Weights, batch: Batch) -> Tensor:
+        """The log-likelihood of a batch at one chain's weights, summed over examples in float64: 0-d."""
         each = self.model.log_likelihood({**self.rest, **weights}, batch)
         return (each if batch.weight is None else each * batch.weight).sum(dtype=torch.float64)
 
