@@ -393,6 +393,20 @@ def test_the_posterior_of_a_loop(tmp_path: Any) -> None:
         optimizer.scale(_net()[0].weight)
 
 
+def test_names_with_brackets_have_the_prior_of_their_group() -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"a[0]": nn.Linear(3, 2)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers["a[0]"](x)
+
+    net = Keyed()
+    posterior = IVON(net.parameters(), 0.2, N, weight_decay=0.25 / N).posterior(net, _data())
+    assert posterior.model.prior.rule("layers.a[0].weight").scale == pytest.approx(2.0)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

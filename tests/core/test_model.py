@@ -223,7 +223,9 @@ def test_tempered(temperature: float) -> None:
         torch.testing.assert_close(joint.value, cold.log_joint(weights, batch))
         torch.testing.assert_close(joint.log_prior, model.log_prior(weights))  # the terms themselves stay in nats
         left = cold.gradient(weights, batch, train=False, leave_l2=True, scale=-0.3)
-        close({n: g + left.l2 * weights[n] for n, g in left.grads.items()}, {n: -0.3 * g for n, g in expected.items()})
+        close(
+            {n: g + left.l2.get(n, 0.0) * weights[n] for n, g in left.grads.items()}, {n: -0.3 * g for n, g in expected.items()}
+        )
         assert cold.tempered(2.0).temperature == pytest.approx(2 * temperature)
         assert model.temperature == 1.0
 
@@ -256,7 +258,7 @@ def transformed_gradient(model: Model, weights: dict[str, Tensor], batch: Batch,
 
     def one(w: dict[str, Tensor], b: dict[str, Tensor]) -> Any:
         joint = model.gradient(w, batch, buffers=b, **settings)
-        return joint._replace(l2=torch.as_tensor(joint.l2, dtype=torch.float64))
+        return joint._replace(l2={name: torch.as_tensor(value, dtype=torch.float64) for name, value in joint.l2.items()})
 
     up = lambda tensors: {name: t[None] for name, t in tensors.items()}  # noqa: E731
     joint = torch.func.vmap(one, randomness="different")(up(weights), up(buffers)) if buffers else None
@@ -264,7 +266,7 @@ def transformed_gradient(model: Model, weights: dict[str, Tensor], batch: Batch,
         joint = torch.func.vmap(lambda w: one(w, {}), randomness="different")(up(weights))
     down = lambda tree: {name: t[0] for name, t in tree.items()}  # noqa: E731
     return type(joint)(
-        joint.value[0], joint.log_likelihood[0], joint.log_prior[0], down(joint.grads), down(joint.buffers), joint.l2[0]
+        joint.value[0], joint.log_likelihood[0], joint.log_prior[0], down(joint.grads), down(joint.buffers), down(joint.l2)
     )
 
 
@@ -274,6 +276,7 @@ PRIORS = {
     "laplace": priors.Laplace(0.4),
     "student": priors.StudentT(),
     "flat": priors.Flat(),
+    "by-name": {"*.bias": priors.Flat(), "likelihood.*": priors.Gaussian(2.0), "*": priors.FanIn(priors.Gaussian(0.8))},
     "patterns": {"*.bias": priors.Laplace(2.0), "likelihood.*": priors.Gaussian(0.3), "*": priors.FanIn(priors.Gaussian())},
 }
 CASES: dict[str, tuple[Any, int, Tensor]] = {
@@ -301,7 +304,7 @@ def test_both_paths_give_one_gradient(prior: str, case: str) -> None:
             func = transformed_gradient(model, weights, batch, **settings)
             for name in ("value", "log_likelihood", "log_prior"):
                 torch.testing.assert_close(getattr(eager, name), getattr(func, name))
-            assert float(eager.l2) == pytest.approx(float(func.l2))
+            assert eager.l2 == pytest.approx({name: float(value) for name, value in func.l2.items()})
             close(eager.grads, func.grads)
             close(eager.buffers, func.buffers)
         # and both are the gradient of the log joint itself
@@ -310,7 +313,7 @@ def test_both_paths_give_one_gradient(prior: str, case: str) -> None:
         total = model.log_joint({**leaves, **moved}, batch, train=True)
         torch.testing.assert_close(eager.value, total.detach())
         found = torch.autograd.grad(-0.25 * total, list(leaves.values()), materialize_grads=True)
-        close({n: g + eager.l2 * weights[n] for n, g in eager.grads.items()}, dict(zip(leaves, found)))
+        close({n: g + eager.l2.get(n, 0.0) * weights[n] for n, g in eager.grads.items()}, dict(zip(leaves, found)))
         close(eager.buffers, moved)
 
 

@@ -18,6 +18,7 @@ from plausible.core.priors import (
     FanIn,
     Flat,
     Gaussian,
+    Hierarchical,
     Horseshoe,
     Laplace,
     LogUniform,
@@ -319,6 +320,33 @@ def test_precision_is_the_slope(prior: Rule) -> None:
 
 def test_precision_of_others_is_unknown() -> None:
     assert all(prior.precision is None for prior in [*PROPER, *COMPOSED])
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        Gaussian(0.5),
+        FanIn(Gaussian(0.5)),
+        Patterns({"*.bias": Flat(), "*": FanIn(Gaussian(2.0))}),
+        Patterns({"likelihood.*": Gaussian(2.0), "*": Gaussian(0.3)}),
+    ],
+    ids=str,
+)
+def test_precisions_by_name_give_slope_and_constant(prior: Prior) -> None:
+    weights = weights_like(torch.float64) | {"likelihood.log_scale": torch.tensor(0.7, dtype=torch.float64)}
+    weights = {name: weight for name, weight in weights.items() if weight.numel()}
+    known = prior.precisions(weights)
+    assert known is not None
+    for name, slope in torch.func.grad(prior.log_prob)(weights).items():
+        torch.testing.assert_close(slope, -known[name] * weights[name])
+    elements = sum(prior.elementwise(name, weight).sum() for name, weight in weights.items())
+    torch.testing.assert_close(prior.log_prob(weights), elements)
+
+
+def test_one_prior_that_is_no_centred_gaussian_leaves_all_to_autograd() -> None:
+    weights = {"a": torch.ones(2, 2), "b": torch.ones(2)}
+    for other in (Gaussian(1.0, loc=0.1), Laplace(), Hierarchical()):
+        assert Patterns({"a": Gaussian(1.0), "*": other}).precisions(weights) is None
 
 
 # Composition

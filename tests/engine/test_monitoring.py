@@ -120,3 +120,13 @@ def test_ctrl_c_in_an_early_stage_is_said_of_the_result() -> None:
     with pytest.warns(UserWarning, match="stopped by Ctrl-C after"):
         posterior = pl.fit(net, data, pl.Laplace(mode=pl.MAP(epochs=500)), callbacks=[stop], progress=False, compile=False)
     assert posterior.interrupted
+
+
+@pytest.mark.filterwarnings("ignore:the network is not at a mode")
+def test_epochs_are_those_of_the_rows_that_were_left_for_training() -> None:
+    net, data = problem()
+    monitor = pl.Monitor(lambda epoch, posterior: {"epoch": epoch})
+    method = pl.Laplace(mode=pl.MAP(epochs=4, batch_size=10, patience=9, holdout=0.5))
+    posterior = pl.fit(net, data, method, callbacks=[monitor], progress=False)
+    assert posterior.run["stages"][0][1] == 12  # 30 of 60 rows
+    assert [record["epoch"] for record in monitor.records] == [4]

@@ -222,7 +222,7 @@ def test_predictions_in_closed_form_are_those_of_draws(likelihood: Any, outputs:
     assert float(error.max()) < 5
     for name in ("epistemic", "aleatoric", "variance"):
         torch.testing.assert_close(getattr(closed, name), getattr(drawn, name).float(), rtol=0.2, atol=1e-4)
-    f = posterior.functions(x, count)
+    f = posterior.predict(x, count).outputs
     moments = posterior.moments(x)
     assert moments.matrix.shape == (N, outputs, outputs)
     assert float(((f.mean(0) - moments.mean) / (moments.variance / count).sqrt()).abs().max()) < 5

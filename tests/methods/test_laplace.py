@@ -15,7 +15,10 @@ from torch import Tensor, nn
 import plausible as pl
 from plausible import likelihoods, priors
 from plausible.blocks.curvature import tuning
+from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
+from plausible.engine.method import Run
+from plausible.methods.laplace import stages
 from plausible.posteriors.linearised import LaplacePosterior
 from plausible.testing import LinearGaussian
 from tests.blocks.curvature.test_linearising import exact
@@ -638,3 +641,13 @@ def test_a_finished_checkpoint_gives_the_posterior_again(settings: dict[str, Any
     assert torch.equal(first.functions(x, 5), again.functions(x, 5))
     assert again.log_evidence == first.log_evidence
     assert again.run["stages"] == first.run["stages"]
+
+
+def test_an_interrupt_before_the_step_that_tunes_leaves_the_prior_as_it_was() -> None:
+    before = {"weight": torch.ones(1, 2)}
+    run: Run[None] = Run(
+        as_data((torch.ones(3, 2), torch.ones(3, 1)), dtype=torch.float32, device=torch.device("cpu")), before=before
+    )
+    unstarted = stages.TuningState({"weight": torch.zeros(())}, {"weight": torch.ones(2)}, torch.tensor(False))
+    left = stages.Tuning(pl.Laplace(tune="layer")).kept(None, run, unstarted)  # type: ignore[arg-type]
+    assert set(left) == {"weight", stages.ENDED}

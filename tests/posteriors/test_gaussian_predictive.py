@@ -81,6 +81,7 @@ CASES: list[tuple[Likelihood, tuple[int, ...]]] = [
     (HeteroscedasticGaussian(), (2 * K,)),
     (LogVarianceGaussian(), (2,)),
     (StudentT(df=5.0), (K,)),
+    (StudentT(df="learned"), (K,)),
     (Scaled(StudentT(df=5.0), (1.0, -2.0), (3.0, -0.5)), (K,)),
     (Scaled(Gaussian(0.5), 1.0, -3.0), (1,)),
     (Poisson(), (K,)),
@@ -433,7 +434,7 @@ def test_metrics_and_decisions_take_it(likelihood: Likelihood, output: tuple[int
     mean, covariance, noise = problem(likelihood, output, 6)
     predictive = GaussianPredictive.from_moments(mean, covariance, likelihood, noise, num_draws=1000)
     weights = {n: w.expand(1000, *w.shape) for n, w in noise.items()}
-    drawn = Predictive.from_functions(predictive.functions, likelihood, weights)
+    drawn = Predictive.from_functions(predictive.outputs, likelihood, weights)
     y = targets(likelihood, mean, noise)
     found, expected = metrics.summary(predictive, y), metrics.summary(drawn, y)
     assert found.keys() == expected.keys()

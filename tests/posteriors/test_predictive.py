@@ -39,6 +39,7 @@ CASES: list[tuple[Likelihood, tuple[int, ...]]] = [
     (Gaussian((0.5, 2.0)), (K,)),
     (HeteroscedasticGaussian(), (2 * K,)),
     (StudentT(df=4.0), (K,)),
+    (StudentT(df="learned"), (K,)),
     (Scaled(StudentT(df=5.0), (1.0, -2.0), (3.0, -0.5)), (K,)),
     (Poisson(), (K,)),
     (NegativeBinomial(), (K,)),

@@ -292,6 +292,7 @@ class IVON(torch.optim.Optimizer):
         """
         from plausible.core import priors
         from plausible.core.networks import choose_device
+        from plausible.core.priors.composed import by_name
         from plausible.fitting import model_and_examples
         from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
@@ -305,7 +306,7 @@ class IVON(torch.optim.Optimizer):
             precision = group["weight_decay"] * group["ess"]
             rules[name] = priors.Gaussian(precision**-0.5) if precision else priors.Flat()
         method = _as_method(self.param_groups[0])
-        prior, where = priors.as_prior({**rules, "*": priors.Flat()}), lambda name: name in named
+        prior, where = by_name(rules, priors.Flat()), lambda name: name in named
         output, num_data, device = settings.pop("output", None), settings.pop("num_data", None), choose_device(network, None)
         model, _ = model_and_examples(network, data, likelihood, prior, where, output, device, num_data, None, None, method)
         if settings:

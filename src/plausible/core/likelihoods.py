@@ -20,10 +20,13 @@ from torch import Tensor, distributions
 
 from plausible.core import distributions as densities
 from plausible.core.serialise import register
+from plausible.core.special import widest
 from plausible.core.transforms import transformed
 
 LOG_SCALE = "likelihood.log_scale"
 LOG_DISPERSION = "likelihood.log_dispersion"
+LOG_DF = "likelihood.log_df"
+LEAST_DF, TYPICAL_DF = 2.0, 6.0  # learned degrees of freedom are the first plus the second times e^w: there is a variance
 
 
 class Likelihood(ABC):
@@ -76,6 +79,14 @@ class Likelihood(ABC):
             targets = torch.where(mask, targets, torch.zeros_like(targets))
         _check_values(self.kind, targets, outputs_shape)
         return targets
+
+    def standardised(self, targets: Tensor) -> tuple[Likelihood, Tensor, float]:
+        """The likelihood inside, targets in its units, and what log densities of an example lose on the way back: here nothing."""
+        return self, targets, 0.0
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Outputs that are locations of the targets in the units of these; other outputs as they are."""
+        return outputs
 
     def _refuse_broadcasting(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets must be the trailing axes of [..., N, *]: static shapes only, free of cost in a compiled step."""
@@ -209,20 +220,31 @@ class Gaussian(_Located):
 class StudentT(_Located):
     """p(y | f) = t_df(y; location f, scale σ): a regression that shrugs at outliers; variance σ²·df/(df − 2).
 
-    Shapes and `scale` as in `Gaussian`; `df` > 0 is fixed (the variance is infinite for df ≤ 2).
+    Shapes and `scale` as in `Gaussian`. `df` > 0 is a number (the variance is infinite for df ≤ 2) or "learned": weight
+    `likelihood.log_df` = log((df − 2)/6), which starts at 0 (df = 8), so that a centred prior is one of moderate tails.
     """
 
-    df: float = 4.0
+    df: Any = 4.0
     scale: Any = "learned"
     initial: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "df", _positive("df", self.df))
+        if self.df != "learned":
+            object.__setattr__(self, "df", _positive("df", self.df))
         _Located.__post_init__(self)
 
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.StudentT:
-        # filled on the device: a copy from the host could not be captured in a CUDA graph
-        return densities.StudentT(outputs.new_full((), self.df), outputs, self._scale(outputs, weights))
+        return densities.StudentT(self.degrees(outputs, weights), outputs, self._scale(outputs, weights))
+
+    def degrees(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The degrees of freedom, to broadcast with the outputs."""
+        if self.df == "learned":
+            return LEAST_DF + TYPICAL_DF * densities.aligned(LOG_DF, outputs, weights, own_axes=0).exp()
+        return outputs.new_full((), self.df)  # filled on the device: a copy from the host could not be captured in a CUDA graph
+
+    def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
+        own = super().initial_weights(output_shape, dtype=dtype, device=device)
+        return own | ({LOG_DF: torch.zeros((), dtype=dtype, device=device)} if self.df == "learned" else {})
 
 
 class MeanAndNoise(Likelihood):
@@ -326,8 +348,51 @@ class Scaled(Likelihood):
     def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
         return self.likelihood.target_shape(outputs_shape)
 
+    def log_prob(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        self._refuse_broadcasting(outputs, targets)
+        _, scale = self._constants(targets)
+        return self.likelihood.log_prob(outputs, self._inside(targets), weights) - scale.abs().log().to(outputs.dtype)
+
+    def total(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        self._refuse_broadcasting(outputs, targets)
+        inside = self.likelihood.total(outputs, self._inside(targets), weights)
+        draws = math.prod(outputs.shape[: outputs.ndim - targets.ndim])
+        return inside - draws * targets.numel() * (sum(map(math.log, map(abs, self._scales))) / len(self._scales))
+
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
         return self.likelihood.initial_weights(output_shape, dtype=dtype, device=device)
+
+    def standardised(self, targets: Tensor) -> tuple[Likelihood, Tensor, float]:
+        inner, inside, lost = self.likelihood.standardised(self._inside(targets))
+        each = targets[0].numel()
+        return inner, inside, lost + each * sum(map(math.log, map(abs, self._scales))) / len(self._scales)
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        inside = self.likelihood.in_units(outputs)
+        if not isinstance(unscaled(self.likelihood), _Located):  # further outputs are no locations
+            return inside
+        loc, scale = self._constants(inside.to(widest(inside.device)))
+        return loc + scale * inside
+
+    def _inside(self, targets: Tensor) -> Tensor:
+        """(y − loc)/scale, in the type of y: an offset that dwarfs the spread must not be rounded away before."""
+        loc, scale = self._constants(targets)
+        return (targets - loc) / scale
+
+    def _constants(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        loc, scale = (densities.constant(name, getattr(self, name), like, like.shape) for name in ("loc", "scale"))
+        return loc, scale
+
+    @property
+    def _scales(self) -> tuple[float, ...]:
+        return self.scale if isinstance(self.scale, tuple) else (self.scale,)
+
+
+def unscaled(likelihood: Likelihood) -> Likelihood:
+    """What `Scaled` ones scale."""
+    while isinstance(likelihood, Scaled):
+        likelihood = likelihood.likelihood
+    return likelihood
 
 
 def infer(targets: Tensor) -> Likelihood:

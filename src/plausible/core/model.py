@@ -47,7 +47,7 @@ from plausible.core.words import log
 class Joint(NamedTuple):
     """One evaluation of the log joint: value (tempered), its two terms, the scaled gradient, the network's buffers afterwards.
 
-    The gradient is `grads + l2 · weights`; `l2` is 0 unless it was asked for.
+    The gradient is `grads + l2 · weights`, `l2` by name; it is empty unless it was asked for.
     """
 
     value: Tensor
@@ -55,7 +55,7 @@ class Joint(NamedTuple):
     log_prior: Tensor
     grads: Weights
     buffers: Weights
-    l2: float = 0.0
+    l2: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,7 @@ class Model:
     temperature: Any = 1.0  # a number, or a 0-d tensor where settings are stacked
     precision: torch.dtype | None = None
     evaluated: tuple[str, ...] = ()
+    closed: dict[str, float] | None = field(init=False, repr=False)  # precisions by name, where the prior is a centred Gaussian
     points: tuple[str, ...] = field(init=False, repr=False)
     likelihood_names: tuple[str, ...] = field(init=False, repr=False)
     _spread: Callable[[Any], Any] = field(init=False, repr=False)  # inputs → what `forward` is called with
@@ -90,6 +91,8 @@ class Model:
 
     def __post_init__(self) -> None:
         known: dict[str, Any] = {
+            # stacked temperatures are left to autograd
+            "closed": None if isinstance(self.temperature, Tensor) else self._precisions(),
             "points": tuple(name for name in self.initial if name not in self.random),
             "likelihood_names": tuple(name for name in self.initial if name.startswith("likelihood.")),
             "_spread": how_to_call(self.network),
@@ -264,10 +267,11 @@ class Model:
         stacked = isinstance(self.temperature, Tensor)
         return value if not stacked and self.temperature == 1.0 else value / self.temperature
 
-    @property
-    def closed_precision(self) -> float | None:
-        """The precision of a centred Gaussian prior that `gradient` adds in closed form; None where autograd sees the prior."""
-        return None if isinstance(self.temperature, Tensor) else self.prior.precision
+    def _precisions(self) -> dict[str, float] | None:
+        try:
+            return self.prior.precisions(self.initial)
+        except ValueError:  # a weight without a rule: `build` says so when it knows all weights
+            return None
 
     def gradient(
         self,
@@ -286,27 +290,26 @@ class Model:
         grads + l2·w is the gradient).
         """
         factor = scale / self.temperature
-        precision = self.closed_precision
 
         def objective(w: Weights, part: Batch, buffered: Weights) -> tuple[Tensor, tuple[Tensor, Tensor, Weights]]:
             # a training pass writes into its buffers, and gradients may be asked for again
             moving = {name: b.clone() for name, b in buffered.items()}
             total = self.scaled_log_likelihood({**w, **moving}, part, train=train)
-            if precision is not None:
+            if self.closed is not None:
                 return total * factor, (total.detach(), total.detach(), moving)
             prior = self.log_prior(w)
             return (total + prior) * factor, (total.detach(), prior.detach(), moving)
 
         _, (total, prior, moved), grads = value_and_gradient(objective, weights, batch, dict(buffers or {}))
-        l2 = 0.0
-        if precision is not None:
-            l2 = -factor * precision
+        l2: dict[str, float] = {}
+        if self.closed is not None:
+            l2 = {name: -factor * self.closed[name] for name in grads}
             with torch.no_grad():
                 prior = self.log_prior(weights)
                 if not leave_l2:
                     # not torch.add(…, alpha=l2): the compiler folds that into the matrix product before it and loses alpha
-                    grads = {n: g + l2 * weights[n] for n, g in grads.items()}
-                    l2 = 0.0
+                    grads = {n: g + l2[n] * weights[n] for n, g in grads.items()}
+                    l2 = {}
         return Joint(self._tempered(total + prior), total, prior, grads, moved, l2)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ __all__ = ["SGD", "AdamState", "AdamW", "Optimiser", "SGDState", "as_optimiser"]
 
 Named = Mapping[str, Tensor]
 Rate = Tensor | float
+Decay = Mapping[str, float]
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -50,12 +51,18 @@ class Optimiser(ABC):
     def init(self, weights: Named) -> Any:
         """The state before the first update: a named tuple of tensors on the weights' device."""
 
-    def update(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float = 0.0) -> tuple[Weights, Any]:
+    def update(
+        self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: Mapping[str, float] | float = 0.0
+    ) -> tuple[Weights, Any]:
         """One update with rate `lr` (0-d tensor on the weights' device, or a float).
 
-        `l2` adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one: the gradient of a
-        centred Gaussian prior for free, where autograd would spend several passes over the weights.
+        `l2`, one number or one by name, adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one:
+        the gradient of a centred Gaussian prior for free, where autograd would spend several passes over the weights.
         """
+        if not isinstance(l2, Mapping):
+            l2 = dict.fromkeys(weights, l2)
+        elif not l2:
+            l2 = dict.fromkeys(weights, 0.0)
         # on a GPU the question whether members agree would wait for the device
         if vmapped() and state.step.device.type == "cpu":
             return stacked_call(lambda *call: self._members(l2, *call), weights, dict(grads), state, lr)
@@ -65,7 +72,7 @@ class Optimiser(ABC):
             self._donated(weights, grads, state, lr, l2)
         return weights, state
 
-    def _members(self, l2: float, _: Any, axes: Any, arguments: Any) -> tuple[Weights, Any]:
+    def _members(self, l2: Decay, _: Any, axes: Any, arguments: Any) -> tuple[Weights, Any]:
         """Stacked members that stand at the same step with the same rate are one larger network."""
         weights, grads, state, lr = arguments
         rates = lr if isinstance(lr, Tensor) else torch.tensor(lr)
@@ -80,11 +87,11 @@ class Optimiser(ABC):
         return weights, state._replace(step=state.step + 1)
 
     @abstractmethod
-    def _pure(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float) -> tuple[Weights, Any]:
+    def _pure(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: Decay) -> tuple[Weights, Any]:
         """The update as plain tensor operations, inputs left alone."""
 
     @abstractmethod
-    def _donated(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: float) -> None:
+    def _donated(self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: Decay) -> None:
         """The update written into the weights and the state."""
 
 
@@ -110,7 +117,7 @@ class AdamW(Optimiser):
     def init(self, weights: Named) -> AdamState:
         return AdamState(_zero_step(weights), _zeros(weights), _zeros(weights))
 
-    def _pure(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: float) -> tuple[Weights, AdamState]:
+    def _pure(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: Decay) -> tuple[Weights, AdamState]:
         step = state.step + 1
         # computed once: the compiler would repeat them for every weight
         correction1, correction2 = _one_minus_power(self.beta1, step), _one_minus_power(self.beta2, step)
@@ -119,7 +126,7 @@ class AdamW(Optimiser):
         mean: Weights = {}
         square: Weights = {}
         for name, weight in weights.items():
-            grad = grads[name] + l2 * weight if l2 else grads[name]
+            grad = grads[name] + l2[name] * weight if l2[name] else grads[name]
             mean[name] = torch.lerp(state.mean[name], grad, 1 - self.beta1)
             square[name] = self.beta2 * state.square[name] + (1 - self.beta2) * grad * grad
             move = rate * mean[name] / (square[name].sqrt() * shrink + self.eps)
@@ -127,10 +134,16 @@ class AdamW(Optimiser):
             new[name] = ((weight * keep if self.weight_decay else weight) - move).to(weight.dtype)
         return new, AdamState(step, mean, square)
 
-    def _donated(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: float) -> None:
+    def _donated(self, weights: Weights, grads: Named, state: AdamState, lr: Rate, l2: Decay) -> None:
         step = state.step.add_(1)
-        w, g = list(weights.values()), [grads[name] for name in weights]
-        mean, square = [state.mean[name] for name in weights], [state.square[name] for name in weights]
+        # the kernels know one decay for all weights that they are given
+        for decay, names in _alike(weights, l2):
+            w, g = [weights[name] for name in names], [grads[name] for name in names]
+            self._moved(w, g, [state.mean[name] for name in names], [state.square[name] for name in names], step, lr, decay)
+
+    def _moved(
+        self, w: list[Tensor], g: list[Tensor], mean: list[Tensor], square: list[Tensor], step: Tensor, lr: Rate, l2: float
+    ) -> None:
         if l2 and self.weight_decay:  # the kernels have one kind of decay each: decoupled, or in the gradient
             g, l2 = list(torch._foreach_add(g, w, alpha=l2)), 0.0
         if _fusible(w, mean, square):
@@ -183,11 +196,11 @@ class SGD(Optimiser):
     def init(self, weights: Named) -> SGDState:
         return SGDState(_zero_step(weights), _zeros(weights) if self.momentum else {})
 
-    def _pure(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: float) -> tuple[Weights, SGDState]:
-        decay = self.weight_decay + l2
+    def _pure(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: Decay) -> tuple[Weights, SGDState]:
         new: Weights = {}
         velocity: Weights = {}
         for name, weight in weights.items():
+            decay = self.weight_decay + l2[name]
             direction = grads[name] + decay * weight if decay else grads[name]
             if self.momentum:
                 velocity[name] = self.momentum * state.velocity[name] + direction
@@ -195,11 +208,14 @@ class SGD(Optimiser):
             new[name] = (weight - lr * direction).to(weight.dtype)
         return new, SGDState(state.step + 1, velocity)
 
-    def _donated(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: float) -> None:
-        decay = self.weight_decay + l2
+    def _donated(self, weights: Weights, grads: Named, state: SGDState, lr: Rate, l2: Decay) -> None:
         state.step.add_(1)
-        w, g = list(weights.values()), [grads[name] for name in weights]
-        velocity = [state.velocity[name] for name in weights] if self.momentum else []
+        for decay, names in _alike(weights, l2):
+            w, g = [weights[name] for name in names], [grads[name] for name in names]
+            velocity = [state.velocity[name] for name in names] if self.momentum else []
+            self._moved(w, g, velocity, lr, self.weight_decay + decay)
+
+    def _moved(self, w: list[Tensor], g: list[Tensor], velocity: list[Tensor], lr: Rate, decay: float) -> None:
         if _fusible(w, velocity):
             torch._fused_sgd_(
                 w,
@@ -252,6 +268,14 @@ def _zero_step(weights: Named) -> Tensor:
         raise ValueError("an optimiser needs at least one weight, got an empty mapping")
     # float32 whatever the weights are: bfloat16 cannot count beyond 256
     return torch.zeros((), dtype=torch.float32, device=next(iter(weights.values())).device)
+
+
+def _alike(weights: Named, l2: Decay) -> list[tuple[float, list[str]]]:
+    """Names of weights by the decay that they share."""
+    groups: dict[float, list[str]] = {}
+    for name in weights:
+        groups.setdefault(l2[name], []).append(name)
+    return list(groups.items())
 
 
 def _fusible(weights: list[Tensor], *buffers: Iterable[Tensor]) -> bool:

@@ -91,7 +91,10 @@ def show_result(method: Method, data: Data, posterior: Any, fitted: Fitted, call
     stages = method.stages()
     if len(stages) > 1 and not method.traits.keeps_draws and not fitted.interrupted:
         # epochs are those of the first stage, which is the one that trains
-        epochs = -(-fitted.steps // _plan(stages[0], data).per_epoch)
+        first = _plan(stages[0], data)
+        if first.holdout:  # on the rows that were left to it
+            first = _plan(stages[0], data.split(first.holdout, 0)[0])
+        epochs = -(-fitted.steps // first.per_epoch)
         for monitor in (callback for callback in callbacks if isinstance(callback, Monitor)):
             monitor.observe(epochs, posterior)
 

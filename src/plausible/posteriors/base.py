@@ -100,8 +100,11 @@ class Posterior(ABC):
     # Functions and predictions
 
     def functions(self, x: Any, draws: int | None = None, seed: int = 0) -> Tensor:
-        """Coherent function draws f_s(x): [draws, N, *outputs]. One draw is one function over all inputs."""
-        return self._evaluated(self.inputs(x), check_draws(draws), seed).outputs
+        """Coherent function draws f_s(x): [draws, N, *outputs]. One draw is one function over all inputs.
+
+        Where targets were standardised for the fit (`likelihoods.Scaled`), functions are given in their units, in float64.
+        """
+        return self.likelihood.in_units(self._evaluated(self.inputs(x), check_draws(draws), seed).outputs)
 
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.

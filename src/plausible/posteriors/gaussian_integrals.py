@@ -27,7 +27,7 @@ from plausible.blocks.moments.expectations import LogVarianceGaussian
 from plausible.blocks.moments.gaussians import Moments
 from plausible.core import likelihoods, random
 from plausible.core.distributions import Affine, Mixture, NegativeBinomial, Poisson, constant
-from plausible.core.likelihoods import Likelihood
+from plausible.core.likelihoods import Likelihood, unscaled
 
 NODES, WIDTH = 129, 8.0
 """Nodes of the trapezoidal rule over one output, and how many standard deviations it reaches."""
@@ -49,10 +49,10 @@ def law(likelihood: Likelihood, f: Moments, output_shape: tuple[int, ...], noise
         spread = (variance + likelihood(mean, noise).variance).sqrt()
         return distributions.Normal(mean[None], spread[None], validate_args=False)
     if isinstance(likelihood, likelihoods.StudentT):
-        scale = likelihood(mean, noise).scale
-        precision, share = (mean.new_tensor(part) for part in _gamma_rule(likelihood.df))
+        scale, df = likelihood(mean, noise).scale, float(likelihood.degrees(mean, noise))
+        precision, share = (mean.new_tensor(part) for part in _gamma_rule(df))
         spread = (variance + scale.square() / precision.reshape(-1, *(1,) * mean.ndim)).sqrt()
-        return Mixture(distributions.Normal(mean, spread, validate_args=False), share, order=likelihood.df)
+        return Mixture(distributions.Normal(mean, spread, validate_args=False), share, order=df)
     if isinstance(likelihood, likelihoods.HeteroscedasticGaussian | LogVarianceGaussian):
         return _heteroscedastic(likelihood, f, output_shape)
     if isinstance(likelihood, likelihoods.Poisson | likelihoods.NegativeBinomial):
@@ -127,17 +127,10 @@ def scattered_count(size: int) -> int:
     return 2 ** int(math.log2(min(1024, max(64, 2**16 // max(1, size)))))
 
 
-def unscaled(likelihood: Likelihood) -> Likelihood:
-    """What `Scaled` ones scale."""
-    while isinstance(likelihood, likelihoods.Scaled):
-        likelihood = likelihood.likelihood
-    return likelihood
-
-
 def located(likelihood: Likelihood) -> bool:
     """Whether E[y | f] is an output or, in other units, a line in it: then it is Gaussian as f is."""
     inner = unscaled(likelihood)
-    student = isinstance(inner, likelihoods.StudentT) and inner.df > 1
+    student = isinstance(inner, likelihoods.StudentT) and (inner.df == "learned" or inner.df > 1)
     noisy = likelihoods.Gaussian | likelihoods.HeteroscedasticGaussian | LogVarianceGaussian
     return student or isinstance(inner, noisy)
 

@@ -177,7 +177,7 @@ class GaussianPredictive(Predictive):
     @property
     def _work(self) -> int:
         """Numbers that the integral over the outputs of one input holds."""
-        if isinstance(integrals.unscaled(self.likelihood), likelihoods.Gaussian):
+        if isinstance(likelihoods.unscaled(self.likelihood), likelihoods.Gaussian):
             return self._size
         return self._size * max(integrals.NODES, self._nodes or integrals.scattered_count(self._size))
 

@@ -273,7 +273,12 @@ class Predictive:
 
     @property
     def functions(self) -> Tensor:
-        """The draws of f(x), [S, N, *O], all of them in memory."""
+        """The draws of f(x), [S, N, *O], all of them in memory; in the units of the targets, as `Posterior.functions`."""
+        return self.likelihood.in_units(self.outputs)
+
+    @property
+    def outputs(self) -> Tensor:
+        """The same as the network gives them, which is what the likelihood takes."""
         if self._whole is not None:
             return self._whole.outputs
         step = max(1, BLOCK_BYTES // max(1, 8 * self.num_draws * math.prod(self.output_shape)))

@@ -16,7 +16,7 @@ from plausible import likelihoods
 from plausible.blocks.curvature import losses
 from plausible.blocks.moments.expectations import LogVarianceGaussian
 from plausible.core.distributions import Affine
-from plausible.core.likelihoods import LOG_DISPERSION, LOG_SCALE
+from plausible.core.likelihoods import LOG_DF, LOG_DISPERSION, LOG_SCALE
 
 torch.manual_seed(0)
 F64 = torch.float64
@@ -32,6 +32,7 @@ CASES = {  # likelihood, shape of the outputs, noise
     "gaussian-per-output": (likelihoods.Gaussian("per-output"), (4, 3), SCALES),
     "gaussian-images": (likelihoods.Gaussian(0.7), (3, 2, 2), None),
     "student": (likelihoods.StudentT(df=5.0), (4, 3), SCALE),
+    "student-learned": (likelihoods.StudentT(df="learned"), (4, 3), {**SCALE, LOG_DF: torch.tensor(0.4, dtype=F64)}),
     "student-scaled": (likelihoods.Scaled(likelihoods.StudentT(df=5.0), 3.0, -2.0), (4, 3), SCALE),
     "scaled": (likelihoods.Scaled(likelihoods.Gaussian(), (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)), (4, 3), SCALE),
     "heteroscedastic": (likelihoods.HeteroscedasticGaussian(), (4, 4), None),

@@ -56,7 +56,7 @@ def model_target(
     elif isinstance(likelihood, likelihoods.Bernoulli):
         y = torch.randint(2, outputs.shape, generator=stream).to(dtype)
     else:
-        y = torch.randn(outputs.shape, generator=stream, dtype=torch.float64).to(dtype)
+        y = torch.randn(likelihood.target_shape(outputs.shape), generator=stream, dtype=torch.float64).to(dtype)
     weight = torch.rand(n, generator=stream, dtype=torch.float64).to(dtype) * 2 if weights else None
     batch = Batch(x, y, weight)
     model = Model.build(network, likelihood, prior or Gaussian(0.7), batch, num_data=n, **settings)
@@ -151,6 +151,24 @@ def test_bernoulli_outputs_without_biases_behind_an_activation_used_twice() -> N
     )
     plain, fast = both(network.eval(), likelihoods.Bernoulli(), weights=True)
     check_equal(plain, fast, positions(plain, 3, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"),
+    [
+        (likelihoods.StudentT(df="learned"), 1),
+        (likelihoods.StudentT(df="learned", scale="per-output"), 2),
+        (likelihoods.StudentT(df=3.0), 2),
+        (likelihoods.StudentT(df=5.0, scale=0.3), 1),
+        (likelihoods.Scaled(likelihoods.StudentT(df="learned"), (1.0, -2.0), (3.0, -0.5)), 2),
+        (likelihoods.Scaled(likelihoods.Gaussian(), 2.0, 3.0), 2),
+        (likelihoods.Scaled(likelihoods.Gaussian((0.5, 0.2)), 2.0, (3.0, 4.0)), 2),
+    ],
+    ids=str,
+)
+def test_heavy_tails_and_other_units(likelihood: likelihoods.Likelihood, outputs: int) -> None:
+    plain, fast = both(tanh(outputs=outputs), likelihood, n=150, weights=True)
+    check_equal(plain, fast, positions(plain, 3))
 
 
 @pytest.mark.parametrize("scale", [(0.5, 2.0), "per-output"], ids=["fixed", "learned"])
@@ -342,7 +360,7 @@ REFUSED = {
     "convolution": lambda: model_target(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 3), nn.Flatten()), GAUSSIAN),
     "two activations": lambda: model_target(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.ReLU()), GAUSSIAN),
     "an activation first": lambda: model_target(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), GAUSSIAN),
-    "another likelihood": lambda: model_target(tanh(), likelihoods.StudentT()),
+    "another likelihood": lambda: model_target(tanh(outputs=2), likelihoods.HeteroscedasticGaussian()),
     "frozen": lambda: model_target(_frozen(), GAUSSIAN),
     "tied": lambda: model_target(_tied(), GAUSSIAN),
     "hooks": lambda: model_target(_hooked(), GAUSSIAN),

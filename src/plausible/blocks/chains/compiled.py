@@ -29,7 +29,6 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
     """`density.evaluate` in operations that can be compiled: `torch.func` instead of autograd; all data at once."""
     model, batch = density.model, density.data.batch  # type: ignore[union-attr]
     fixed = {name: model.initial[name] for name in model.points}
-    closed = model.prior.precision if not fixed else None
 
     def prior_of(weights: Weights) -> Tensor:
         named = {name: value.double() for name, value in {**fixed, **weights}.items()}
@@ -41,9 +40,9 @@ def traced(density: ModelDensity, position: Tensor, beta: Tensor | None, precisi
     gradient = tree.flatten(grads, batch_dims=1)
     if precision is not None:
         prior, slope = gaussian(position, precision), -precision * position
-    elif closed is not None:
-        square = position.double().square().sum(-1)
-        prior, slope = density.prior_constant - 0.5 * closed * square, -closed * position
+    elif density.closed is not None:
+        square = (density.closed * position.double().square()).sum(-1)
+        prior, slope = density.prior_constant - 0.5 * square, -density.closed.to(density.dtype) * position
     else:
         grads, prior = torch.func.vmap(torch.func.grad_and_value(prior_of))(named)
         slope = tree.flatten(grads, batch_dims=1)

@@ -164,10 +164,15 @@ class ModelDensity(Density):
                 f"the network's weights are {self.dtype}: energies of chains need float32 or float64; pass network.float()"
             )
         self.notes = {"stackable": True}  # shared by all that `bound` gives
-        closed = model.prior.precision is not None and not model.points
-        # at 0 the quadratic part is gone: what is left is the normaliser of one weight
-        zero = torch.zeros(1, dtype=torch.float64)
-        self.prior_constant = float(model.prior.log_prob({"q": zero})) * self.size if closed else 0.0
+        self.closed: Tensor | None = None  # [P], float64: where the prior is a centred Gaussian
+        self.prior_constant = 0.0
+        known = None if model.points else model.prior.precisions(self.like)
+        if known is not None:
+            wide = {name: torch.full_like(weight, known[name], dtype=torch.float64) for name, weight in self.like.items()}
+            self.closed = tree.flatten(wide)
+            # at 0 the quadratic part is gone: what is left is the normaliser
+            zeros = {name: torch.zeros_like(weight) for name, weight in wide.items()}
+            self.prior_constant = float(model.prior.log_prob(zeros))
         self.chunk = chunk or self._choose_chunk()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -235,11 +240,10 @@ class ModelDensity(Density):
         """Log prior `[chains]` in float64 and its gradient `[chains, P]`."""
         if self.precision is not None:
             return gaussian(position, self.precision), -self.precision.to(self.dtype) * position
+        if self.closed is not None:
+            square = (self.closed * position.double().square()).sum(-1)
+            return self.prior_constant - 0.5 * square, -self.closed.to(self.dtype) * position
         fixed = {name: self.model.initial[name] for name in self.model.points}
-        precision = self.model.prior.precision
-        if precision is not None and not fixed:
-            square = position.double().square().sum(-1)
-            return self.prior_constant - 0.5 * precision * square, -precision * position
 
         def one(weights: Weights) -> Tensor:
             # log priors of many weights are sums whose differences decide: float64

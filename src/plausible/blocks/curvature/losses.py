@@ -378,7 +378,7 @@ def _rules() -> dict[type[Likelihood], Callable[[Any, Tensor, Noise], Tensor]]:
     return {
         likelihoods.Bernoulli: lambda _, f, __: torch.sigmoid(f) * torch.sigmoid(-f),
         likelihoods.Gaussian: lambda law, f, noise: law(f, noise).scale.square().reciprocal(),
-        likelihoods.StudentT: lambda law, f, noise: (law.df + 1) / (law.df + 3) * law(f, noise).scale.square().reciprocal(),
+        likelihoods.StudentT: lambda law, f, noise: _of_student(law(f, noise)),
         likelihoods.Poisson: lambda _, f, __: f.exp(),
         # μr/(μ + r) = e^{f + log sigmoid(log r − f)}, which overflows nowhere
         likelihoods.NegativeBinomial: lambda law, f, noise: torch.exp(f + F.logsigmoid(law(f, noise).log_dispersion - f)),
@@ -387,6 +387,10 @@ def _rules() -> dict[type[Likelihood], Callable[[Any, Tensor, Noise], Tensor]]:
         ),
         LogVarianceGaussian: lambda law, f, noise: _mean_and_scale(law(f, noise).scale, law(f, noise).scale / 2),
     }
+
+
+def _of_student(given: Any) -> Tensor:
+    return (given.df + 1) / (given.df + 3) / given.scale.square()
 
 
 def _mean_and_scale(scale: Tensor, slope: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class FusedDensity(ModelDensity):
         # the bias as the weight of one more input
         inputs[:, first.inputs : first.inputs + (first.bias is not None)] = 1.0
         # class numbers too: they are read back as integers
-        targets = batch.y.reshape(count, -1).float()
+        _, y, self.lost = self.model.likelihood.standardised(batch.y)
+        targets = y.reshape(count, -1).float()
         # rows that fill the last tile have weight 0
         behind = self.tiles * rows - count
         self.tensors = (
@@ -127,7 +128,7 @@ class FusedDensity(ModelDensity):
         kind, noise, outputs = self.network.likelihood, self.network.noise, self.network.layers[-1].outputs
         if not kind.startswith("gaussian"):
             return 0.0
-        constant = -self.total * outputs * 0.5 * math.log(2 * math.pi)
+        constant = -self.total * (outputs * 0.5 * math.log(2 * math.pi) + self.lost)
         if noise is None:
             return constant - self.total * sum(map(math.log, fixed_scales(self)))
         if kind == "gaussian_learned":
@@ -167,6 +168,8 @@ def fused_density(density: ModelDensity) -> FusedDensity | None:
         if density.device.type != "cuda" or density.dtype != torch.float32:
             raise Unsuitable(f"weights are {density.dtype} on {density.device}")
         network = perceptron(density)
+        if network.likelihood.startswith("student"):
+            raise Unsuitable("Student's t")
         if not all(math.isfinite(number) for layer in network.layers for number in layer.settings):
             raise Unsuitable("an activation whose settings are not finite")
         weights, widest = elements(network.layers)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
 from plausible.blocks.kernels.native_source import BuildError, LinearLayer, load, source
 from plausible.core.data import ArrayData
-from plausible.core.likelihoods import LOG_SCALE, Bernoulli, Categorical, Gaussian
+from plausible.core.likelihoods import LOG_DF, LOG_SCALE, TYPICAL_DF, Bernoulli, Categorical, Gaussian, StudentT, unscaled
 from plausible.core.priors import Gaussian as GaussianPrior
 from plausible.core.priors.composed import leaves
 from plausible.core.words import log
@@ -41,7 +41,7 @@ class Unsuitable(Exception):
 # The density
 class _Problem(ctypes.Structure):
     _pointers = tuple((name, ctypes.c_void_p) for name in ("inputs", "targets", "weights", "scales"))
-    _fields_ = [("vectors", ctypes.c_long), *_pointers, ("weight", ctypes.c_double)]
+    _fields_ = [("vectors", ctypes.c_long), *_pointers, ("weight", ctypes.c_double), ("lost", ctypes.c_double)]
 
 
 class _Density(ctypes.Structure):
@@ -64,15 +64,17 @@ class _Kernel:
         library.layout(layout)
         self.lanes, self.tile, self.stride = layout
         rows = len(batch.y)
+        _, y, lost = density.model.likelihood.standardised(batch.y)
         weight = torch.ones(rows) if batch.weight is None else batch.weight
         self.tensors = (  # kept alive: the code has their addresses
             self._tiled(batch.x, density.dtype),
-            self._tiled(batch.y.reshape(rows, -1), density.dtype),
+            self._tiled(y.reshape(rows, -1).to(density.dtype), density.dtype),
             self._tiled(weight[:, None], density.dtype),
             torch.tensor(fixed_scales(density), dtype=torch.float64),
         )
         vectors = -(-rows // self.lanes)
-        self.problem = _Problem(vectors, *(t.data_ptr() for t in self.tensors), float(weight.double().sum()))
+        total = float(weight.double().sum())
+        self.problem = _Problem(vectors, *(t.data_ptr() for t in self.tensors), total, total * lost)
 
     def _tiled(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """`[n, width]` → `[tiles, width, stride]`, zeros behind the last example."""
@@ -220,7 +222,14 @@ def native_density(density: ModelDensity, threads: int | None = None) -> NativeD
         network = perceptron(density)
         if max(layer.inputs * layer.outputs for layer in network.layers) > LARGEST:
             raise Unsuitable(f"a layer of more than {LARGEST:,} weights, for which matrix products are faster")
-        program = source(*network[:2], density.size, network.noise, double=density.dtype == torch.float64)
+        program = source(
+            *network[:2],
+            density.size,
+            network.noise,
+            double=density.dtype == torch.float64,
+            df=network.df,
+            freedom=network.freedom,
+        )
         return NativeDensity(density, load(program), threads)
     except (Unsuitable, BuildError) as reason:
         log.debug("no machine code for this density: %s", reason)
@@ -230,11 +239,16 @@ def native_density(density: ModelDensity, threads: int | None = None) -> NativeD
 # ---------------------------------------------------------------------------------------------------------------------
 # What the network is
 class Perceptron(NamedTuple):
-    """Layers, the kind of likelihood, and where a learned log scale lies in a position."""
+    """Layers, the kind of likelihood, and where a learned log scale and learned degrees of freedom lie in a position.
+
+    `df` are degrees of freedom that are fixed, or what multiplies e^w of the weight at `freedom`.
+    """
 
     layers: list[LinearLayer]
     likelihood: str
     noise: int | None
+    freedom: int | None = None
+    df: float = 1.0
 
 
 def perceptron(density: ModelDensity) -> Perceptron:
@@ -261,12 +275,16 @@ def perceptron(density: ModelDensity) -> Perceptron:
     if layers[0].inputs != x.shape[1] or model.output_shape != (layers[-1].outputs,):
         raise Unsuitable("the network changes shapes by other means")
     count = sum(layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in layers)
-    kind, noise = _likelihood(model.likelihood, layers[-1].outputs, offsets, y)
+    likelihood = unscaled(model.likelihood)
+    kind, noise = _likelihood(likelihood, layers[-1].outputs, offsets, y)
     count += 0 if noise is None else density.like[LOG_SCALE].numel()
+    freedom = offsets.get(LOG_DF)
+    count += freedom is not None
     # every weight must have been met, and once
     if count != density.size:
         raise Unsuitable("weights that are tied, frozen or of other modules")
-    return Perceptron(layers, kind, noise)
+    df = getattr(likelihood, "df", 1.0)
+    return Perceptron(layers, kind, noise, freedom, TYPICAL_DF if df == "learned" else float(df))
 
 
 def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tensor) -> tuple[str, int | None]:
@@ -276,11 +294,11 @@ def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tenso
     if y.ndim == 2 and y.shape[1] == outputs:
         if type(likelihood) is Bernoulli:
             return "bernoulli", None
-        if type(likelihood) is Gaussian:
+        if type(likelihood) in (Gaussian, StudentT):
+            name = "gaussian" if type(likelihood) is Gaussian else "student"
             if not isinstance(likelihood.scale, str):
-                return "gaussian", None
-            kinds = {"learned": "gaussian_learned", "per-output": "gaussian_per_output"}
-            return kinds[likelihood.scale], offsets[LOG_SCALE]
+                return name, None
+            return {"learned": f"{name}_learned", "per-output": f"{name}_per_output"}[likelihood.scale], offsets[LOG_SCALE]
     raise Unsuitable(f"{type(likelihood).__name__} with targets of shape {list(y.shape)}")
 
 
@@ -332,7 +350,7 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[Any], tuple[str, float, float]]] =
 
 def fixed_scales(density: ModelDensity) -> list[float]:
     """σ of each output, where it is fixed (1 where it is learned, or there is none)."""
-    scale, outputs = getattr(density.model.likelihood, "scale", None), density.model.output_shape[-1]
+    scale, outputs = getattr(unscaled(density.model.likelihood), "scale", None), density.model.output_shape[-1]
     if scale is None or isinstance(scale, str):
         return [1.0] * outputs
     return [scale] * outputs if isinstance(scale, float) else list(scale)

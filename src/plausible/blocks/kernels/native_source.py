@@ -28,11 +28,21 @@ from pathlib import Path
 import numpy as np
 
 from plausible.core.folders import cache_folder
+from plausible.core.likelihoods import LEAST_DF
 from plausible.core.storage import beside
 from plausible.core.words import log
 
 ACTIVATIONS = ("identity", "tanh", "relu", "sigmoid", "silu", "softplus", "leaky_relu", "elu", "gelu_tanh", "gelu")
-LIKELIHOODS = ("gaussian", "gaussian_learned", "gaussian_per_output", "bernoulli", "categorical")
+LIKELIHOODS = (
+    "gaussian",
+    "gaussian_learned",
+    "gaussian_per_output",
+    "student",
+    "student_learned",
+    "student_per_output",
+    "bernoulli",
+    "categorical",
+)
 
 # (2^f − 1)/f on [−½, ½] as a polynomial: a Chebyshev fit with a relative error of 1.3e-8, and Taylor's series (4e-18).
 EXP2_FLOAT = (
@@ -69,8 +79,20 @@ class LinearLayer:
     settings: tuple[float, float] = (0.0, 0.0)
 
 
-def source(layers: Sequence[LinearLayer], likelihood: str, size: int, noise: int | None, *, double: bool = False) -> str:
-    """The whole program for these layers; `noise` is where a learned log scale lies, `size` the number of weights."""
+def source(
+    layers: Sequence[LinearLayer],
+    likelihood: str,
+    size: int,
+    noise: int | None,
+    *,
+    double: bool = False,
+    df: float = 1.0,
+    freedom: int | None = None,
+) -> str:
+    """The whole program for these layers; `noise` is where a learned log scale lies, `size` the number of weights.
+
+    `freedom` is where the weight w of learned degrees of freedom lies, which are `LEAST_DF` + df·e^w; elsewhere they are `df`.
+    """
     end, degree = (36.0, 52) if double else (16.0, 22)  # beyond √end erf is 1
     series = tuple(1 / (2 * k + 1) for k in range(17 if double else 8))  # atanh(z)/z in z² up to 1/9
 
@@ -90,7 +112,8 @@ def source(layers: Sequence[LinearLayer], likelihood: str, size: int, noise: int
         numbers("double", "FIRST", [layer.settings[0] for layer in layers]),
         numbers("double", "SECOND", [layer.settings[1] for layer in layers]),
         f"constexpr Likelihood LIKELIHOOD = FOR_{likelihood.upper()};",
-        f"constexpr long SIZE = {size}, NOISE = {-1 if noise is None else noise};",
+        f"constexpr long SIZE = {size}, NOISE = {-1 if noise is None else noise}, FREEDOM = {-1 if freedom is None else freedom};",
+        f"constexpr double DF = {df!r}, LEAST_DF = {LEAST_DF!r};",
         numbers("real", "EXP2", EXP2_DOUBLE if double else EXP2_FLOAT),
         numbers("real", "ATANH", series),
         f"constexpr real ERF_END = {end};",

@@ -71,13 +71,19 @@ struct Problem {
   const real* weights;  // [tiles][STRIDE], 0 behind the last example
   const double* scales; // [outputs], where they are fixed
   double weight;        // Σ of the examples' weights
+  double lost;          // what the log-likelihood is less in other units of the targets
 };
 constexpr int OUTPUTS = WIDTH[DEPTH], TARGETS = LIKELIHOOD == FOR_CATEGORICAL ? 1 : OUTPUTS;
 constexpr double HALF_LOG_2PI = 0.91893853320467274178;
+constexpr bool STUDENT = LIKELIHOOD >= FOR_STUDENT && LIKELIHOOD <= FOR_STUDENT_PER_OUTPUT;
+constexpr bool LOCATED = LIKELIHOOD <= FOR_STUDENT_PER_OUTPUT;  // outputs are locations, and there is a scale
+constexpr bool ONE_SCALE = LIKELIHOOD == FOR_GAUSSIAN_LEARNED || LIKELIHOOD == FOR_STUDENT_LEARNED;
+constexpr bool OWN_SCALES = LIKELIHOOD == FOR_GAUSSIAN_PER_OUTPUT || LIKELIHOOD == FOR_STUDENT_PER_OUTPUT;
+struct Noise { real inverse_scale[OUTPUTS], df; };
 
 struct Work {
   real *values, *slopes, *delta, *other, *gradient;
-  double noise[OUTPUTS];  // Σ w z² of each output
+  double noise[OUTPUTS + 1];  // of each output Σ w z², for Student's t Σ w z²(df + 1)/(df + z²); last Σ w log(1 + z²/df) of all
   Work* next;  // of those that nobody uses
   static Work* made() {
     void* memory;
@@ -127,9 +133,10 @@ template <int L> static void backward(const real* q, const real* x, int vectors,
   }
 }
 
-// Log-likelihood of a tile without constants; its gradient in the outputs goes to delta. For Gaussians Σ w z² is added to `noise`.
+// Log-likelihood of a tile without constants; its gradient in the outputs goes to delta. Where outputs are locations, what
+// `Work::noise` holds is added up instead.
 template <bool GRADIENT>
-static double likelihood(const real* f, const real* y, const real* w, int vectors, const real* inverse_scale, real* delta,
+static double likelihood(const real* f, const real* y, const real* w, int vectors, const Noise& scales, real* delta,
                          double* noise) {
   double sum = 0;
   if constexpr (LIKELIHOOD == FOR_CATEGORICAL) {
@@ -155,7 +162,7 @@ static double likelihood(const real* f, const real* y, const real* w, int vector
     sum = exact_total(part);
   } else {
     for (int o = 0; o < OUTPUTS; ++o) {
-      Exact part = {};
+      Exact part = {}, tails = {};
       for (int lane = 0; lane < vectors * LANES; lane += LANES) {
         V value = load(f + o * STRIDE + lane), target = load(y + o * STRIDE + lane), weight = load(w + lane), slope;
         if constexpr (LIKELIHOOD == FOR_BERNOULLI) {
@@ -163,14 +170,20 @@ static double likelihood(const real* f, const real* y, const real* w, int vector
           part += exact(weight * (target * value - (value > 0 ? value : V{}) - log_one_plus(e)));
           slope = weight * (target - (value < 0 ? e * share : share));
         } else {
-          V z = (target - value) * inverse_scale[o], scaled = weight * z;
-          part += exact(scaled * z);  // Σ w z²
-          slope = scaled * inverse_scale[o];
+          V z = (target - value) * scales.inverse_scale[o], scaled = weight * z;
+          if constexpr (STUDENT) {
+            const V square = z * z;
+            tails += exact(weight * logarithm(1 + square * (1 / scales.df)));
+            scaled *= (scales.df + 1) / (scales.df + square);
+          }
+          part += exact(scaled * z);
+          slope = scaled * scales.inverse_scale[o];
         }
         if constexpr (GRADIENT) store(delta + o * STRIDE + lane, slope);
       }
       if constexpr (LIKELIHOOD == FOR_BERNOULLI) sum += exact_total(part);
       else noise[o] += exact_total(part);
+      if constexpr (STUDENT) noise[OUTPUTS] += exact_total(tails);
     }
   }
   return sum;
@@ -178,9 +191,9 @@ static double likelihood(const real* f, const real* y, const real* w, int vector
 
 // Tiles first … last − 1: their log-likelihood without constants; its gradient goes to work.gradient.
 template <bool GRADIENT>
-static double pass(const Problem& problem, const real* q, Work& work, long first, long last, const real* inverse_scale) {
+static double pass(const Problem& problem, const real* q, Work& work, long first, long last, const Noise& scales) {
   double sum = 0;
-  for (int o = 0; o < OUTPUTS; ++o) work.noise[o] = 0;
+  for (double& each : work.noise) each = 0;
   if constexpr (GRADIENT) memset(work.gradient, 0, sizeof(real) * SIZE);
   for (long tile = first; tile < last; ++tile) {
     const long rest = problem.vectors - tile * TILE;
@@ -189,7 +202,7 @@ static double pass(const Problem& problem, const real* q, Work& work, long first
     const real* f = work.values + rows_of(DEPTH - 1) * STRIDE;
     forward<0>(q, x, vectors, work);
     sum += likelihood<GRADIENT>(f, problem.targets + tile * TARGETS * STRIDE, problem.weights + tile * STRIDE, vectors,
-                                inverse_scale, work.delta, work.noise);
+                                scales, work.delta, work.noise);
     if constexpr (GRADIENT) {
       for (int o = 0; o < OUTPUTS; ++o) {
         V all = {};
@@ -257,45 +270,65 @@ static int worthwhile(double work, int threads) {
   return most < 1 ? 1 : most < threads ? int(most) : threads < MOST ? threads : MOST;
 }
 
+static double digamma(double x) {  // by recurrence to where Stirling's series is exact
+  double sum = 0;
+  for (; x < 8; ++x) sum -= 1 / x;
+  const double square = 1 / (x * x);
+  return sum + log(x) - 0.5 / x -
+         square * (1.0 / 12 - square * (1.0 / 120 - square * (1.0 / 252 - square * (1.0 / 240 - square * (1.0 / 132)))));
+}
+
 // The log-likelihood of all data, its gradient in work.gradient; examples are divided where threads outnumber chains.
 template <bool GRADIENT> static double whole_pass(const Problem& problem, const real* q, Work& work, int threads) {
-  double sum = 0;
-  real inverse_scale[OUTPUTS];
-  if constexpr (LIKELIHOOD <= FOR_GAUSSIAN_PER_OUTPUT)
+  double sum = -problem.lost;
+  Noise scales;
+  double df = 1;
+  if constexpr (STUDENT) df = FREEDOM < 0 ? DF : LEAST_DF + DF * exp(double(q[FREEDOM]));
+  if constexpr (LOCATED) {
+    scales.df = df;
+    const double normaliser =
+        STUDENT ? lgamma(0.5 * df) - lgamma(0.5 * (df + 1)) + 0.5 * log(df * 3.14159265358979323846) : HALF_LOG_2PI;
     for (int o = 0; o < OUTPUTS; ++o) {
-      double log_scale = LIKELIHOOD == FOR_GAUSSIAN ? log(problem.scales[o])
-                         : double(q[NOISE + (LIKELIHOOD == FOR_GAUSSIAN_PER_OUTPUT ? o : 0)]);
-      inverse_scale[o] = exp(-log_scale);
-      sum -= problem.weight * (log_scale + HALF_LOG_2PI);
+      double log_scale = ONE_SCALE || OWN_SCALES ? double(q[NOISE + (OWN_SCALES ? o : 0)]) : log(problem.scales[o]);
+      scales.inverse_scale[o] = exp(-log_scale);
+      sum -= problem.weight * (log_scale + normaliser);
     }
+  }
   const long tiles = (problem.vectors + TILE - 1) / TILE;
   int parts = threads > 1 ? worthwhile(problem.vectors * operations() / 4, threads) : 1;
   if (parts > tiles) parts = tiles;
   Work* works[MOST] = {&work};
   for (int i = 1; i < parts; ++i)
     if (!(works[i] = taken())) parts = i;
-  if (parts == 1) sum += pass<GRADIENT>(problem, q, work, 0, tiles, inverse_scale);
+  if (parts == 1) sum += pass<GRADIENT>(problem, q, work, 0, tiles, scales);
   else {
     double sums[MOST];
     share(parts, parts, [&](long i) {
-      sums[i] = pass<GRADIENT>(problem, q, *works[i], i * tiles / parts, (i + 1) * tiles / parts, inverse_scale);
+      sums[i] = pass<GRADIENT>(problem, q, *works[i], i * tiles / parts, (i + 1) * tiles / parts, scales);
     });
     for (int i = 0; i < parts; ++i) sum += sums[i];
     for (int i = 1; i < parts; ++i) {
       if constexpr (GRADIENT) for (long j = 0; j < SIZE; ++j) work.gradient[j] += works[i]->gradient[j];
-      for (int o = 0; o < OUTPUTS; ++o) work.noise[o] += works[i]->noise[o];
+      for (int o = 0; o <= OUTPUTS; ++o) work.noise[o] += works[i]->noise[o];
       put_back(works[i]);
     }
   }
-  if constexpr (LIKELIHOOD <= FOR_GAUSSIAN_PER_OUTPUT)
-    for (int o = 0; o < OUTPUTS; ++o) sum -= 0.5 * work.noise[o];
-  if constexpr (GRADIENT && LIKELIHOOD == FOR_GAUSSIAN_LEARNED) {
+  if constexpr (STUDENT) sum -= 0.5 * (df + 1) * work.noise[OUTPUTS];
+  else if constexpr (LOCATED) for (int o = 0; o < OUTPUTS; ++o) sum -= 0.5 * work.noise[o];
+  if constexpr (GRADIENT && ONE_SCALE) {
     double all = 0;
     for (int o = 0; o < OUTPUTS; ++o) all += work.noise[o] - problem.weight;
     work.gradient[NOISE] = all;
   }
-  if constexpr (GRADIENT && LIKELIHOOD == FOR_GAUSSIAN_PER_OUTPUT)
+  if constexpr (GRADIENT && OWN_SCALES)
     for (int o = 0; o < OUTPUTS; ++o) work.gradient[NOISE + o] = work.noise[o] - problem.weight;
+  if constexpr (GRADIENT && STUDENT && FREEDOM >= 0) {
+    double pulled = 0;
+    for (int o = 0; o < OUTPUTS; ++o) pulled += work.noise[o];
+    const double normaliser = digamma(0.5 * (df + 1)) - digamma(0.5 * df) - 1 / df;
+    const double slope = OUTPUTS * problem.weight * normaliser - work.noise[OUTPUTS] + pulled / df;
+    work.gradient[FREEDOM] = 0.5 * slope * (df - LEAST_DF);
+  }
   return sum;
 }
 

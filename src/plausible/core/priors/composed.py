@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import math
 import numbers
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plausible.core.priors.rules import Gaussian, Prior, total
+from plausible.core.priors.rules import Gaussian, Prior, centred_gaussian, total
 from plausible.core.serialise import register
 
 
@@ -63,6 +64,15 @@ class Patterns(Prior):
             groups[self._index(name)][name] = weight
         return [(pattern, prior, group) for (pattern, prior), group in zip(self.rules, groups) if group]
 
+    def precisions(self, weights: Mapping[str, Tensor]) -> dict[str, float] | None:
+        known: dict[str, float] = {}
+        for _, prior, group in self.parted(weights):
+            part = prior.precisions(group)
+            if part is None:
+                return None
+            known |= part
+        return known
+
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         return total(prior.log_prob(group) for _, prior, group in self.parted(weights))
 
@@ -111,7 +121,13 @@ class FanIn(Prior):
     def independent(self) -> bool:
         return self.prior.independent
 
+    def precisions(self, weights: Mapping[str, Tensor]) -> dict[str, float] | None:
+        base = self.prior.precisions(weights)
+        return None if base is None else {name: value * _fan_in(name, weights[name]) for name, value in base.items()}
+
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        if (known := self.precisions(weights)) and all(known.values()):  # no scaled copies of the weights; 0 is a flat prior
+            return centred_gaussian(weights, known)
         sizes = {name: _fan_in(name, weight) for name, weight in weights.items()}
         # log |dz/dw|: a number, since n does not depend on w
         jacobian = sum(0.5 * math.log(sizes[name]) * weight.numel() for name, weight in weights.items())
@@ -156,6 +172,18 @@ def leaves(prior: Prior, weights: Mapping[str, Tensor]) -> list[Leaf]:
             for leaf in leaves(prior.prior, weights)
         ]
     return [Leaf(prior, "", dict.fromkeys(weights, 1))]
+
+
+def precision_of(prior: Prior, name: str, weight: Tensor) -> float | None:
+    """λ of this weight where its prior is N(0, 1/λ) for all elements (0: flat), else None."""
+    known = prior.precisions({name: weight})
+    return None if known is None else known[name]
+
+
+def by_name(rules: Mapping[str, Prior], others: Prior | None = None) -> Patterns:
+    """A prior for each weight of exactly this name, whatever characters it has, and one for all others where it is given."""
+    exact = [(glob.escape(name), rule) for name, rule in rules.items()]
+    return Patterns((*exact, *([] if others is None else [("*", others)])))
 
 
 def _first_match(name: str, patterns: tuple[str, ...]) -> int:

@@ -52,11 +52,15 @@ class Prior(ABC):
 
     @property
     def precision(self) -> float | None:
-        """λ where log p(w) = −½λ‖w‖² + constant for all weights alike, else None.
+        """λ where log p(w) = −½λ‖w‖² + constant for all weights alike, else None."""
+        return None
+
+    def precisions(self, weights: Mapping[str, Tensor]) -> dict[str, float] | None:
+        """λ of each weight by name where log p(w) = −½ Σ λ‖w‖² + constant, else None.
 
         The gradient −λw then needs no autograd: optimisers take it as `l2`.
         """
-        return None
+        return None if (shared := self.precision) is None else dict.fromkeys(weights, shared)
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:  # noqa: ARG002
         """E log p(w) for the weight called `name` under w ~ N(mean, scale²), summed: 0-d; None where there is no closed form."""
@@ -167,6 +171,23 @@ class _SquaredNorm(torch.autograd.Function):
         return torch._foreach_mul(ctx.saved_tensors, 2 * grad)
 
 
+def centred_gaussian(weights: Mapping[str, Tensor], precisions: Mapping[str, float]) -> Tensor:
+    """Σ log N(w; 0, 1/λ) over all elements, with the λ > 0 of each weight by name: a pass for each distinct λ."""
+    groups: dict[float, list[Tensor]] = {}
+    for name, weight in weights.items():
+        groups.setdefault(precisions[name], []).append(weight)
+    # constants of all weights in one number, not once for each
+    constant = sum(0.5 * (math.log(each) - LOG_2PI) * sum(w.numel() for w in group) for each, group in groups.items())
+    return total((-0.5 * each) * _square(group) for each, group in groups.items()) + constant
+
+
+def _square(weights: Sequence[Tensor]) -> Tensor:
+    # the list kernels want one type, and no transform around them
+    if transformed() or any(weight.dtype != weights[0].dtype for weight in weights):
+        return total(weight.square().sum() for weight in weights)
+    return _SquaredNorm.apply(*weights) if torch.is_grad_enabled() else _squared_norm(weights)
+
+
 @register
 @dataclass(frozen=True)
 class Gaussian(Rule):
@@ -194,15 +215,9 @@ class Gaussian(Rule):
         values = tuple(weights.values())
         # once for all weights, not once for each
         constant = sum(value.numel() for value in values) * (_log(self.scale) + 0.5 * LOG_2PI)
-        moved = isinstance(self.loc, Tensor) or self.loc != 0
-        # the list kernels want one type, and no transform around them
-        plain = moved or transformed() or any(value.dtype != values[0].dtype for value in values)
-        if not plain:
-            square = _SquaredNorm.apply(*values) if torch.is_grad_enabled() else _squared_norm(values)
-            return (-0.5 / self.scale**2) * square - constant
-        if moved:
+        if isinstance(self.loc, Tensor) or self.loc != 0:
             return -0.5 * total(self._residual(value).square().sum() for value in values) - constant
-        return (-0.5 / self.scale**2) * total(value.square().sum() for value in values) - constant
+        return (-0.5 / self.scale**2) * _square(values) - constant
 
     def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
         centred = mean if not isinstance(self.loc, Tensor) and self.loc == 0 else mean - self.loc

@@ -17,11 +17,11 @@ from plausible.blocks.curvature.products import log_joint_gradient, log_prior_gr
 from plausible.blocks.curvature.structures import Curvature, added
 from plausible.blocks.curvature.tuning import Evidence, Tune, gaussian_log_prior, tune
 from plausible.core.data import Batch, Data, Estimator, accumulate, take
-from plausible.core.likelihoods import LOG_SCALE
+from plausible.core.likelihoods import LOG_SCALE, unscaled
 from plausible.core.likelihoods import Gaussian as Normal
 from plausible.core.model import Model
-from plausible.core.priors import Gaussian, Hierarchical, Prior, as_prior
-from plausible.core.priors.composed import leaves
+from plausible.core.priors import Gaussian, Hierarchical, Prior
+from plausible.core.priors.composed import by_name, leaves
 from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
@@ -292,13 +292,13 @@ def with_precision(model: Model, precision: Weights, names: tuple[str, ...]) -> 
         return model.with_settings(prior=Relevance(base, dict(precision)))
     tuned = [(n, Gaussian(float(precision[n]) ** -0.5, centre(model, n))) for n in names]
     rest = [(n, model.prior.rule(n)) for n in model.initial if n not in names]
-    # names stand for patterns in a mapping of priors, where a bracket would open a set
-    return model.with_settings(prior=as_prior({n.replace("[", "[[]"): rule for n, rule in tuned + rest}))
+    return model.with_settings(prior=by_name(dict(tuned + rest)))
 
 
 def tunable_noise(model: Model) -> bool:
     """Whether the likelihood is Gaussian with one learned scale."""
-    return isinstance(model.likelihood, Normal) and model.likelihood.scale == "learned" and LOG_SCALE in model.initial
+    likelihood = unscaled(model.likelihood)
+    return isinstance(likelihood, Normal) and likelihood.scale == "learned" and LOG_SCALE in model.initial
 
 
 def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[float, float]:
@@ -306,7 +306,7 @@ def _standardised_squares(model: Model, weights: Weights, data: Data) -> tuple[f
 
     def sums(batch: Batch) -> Tensor:
         f = model.outputs(weights, batch.x)
-        z = (f - batch.y) * torch.exp(-weights[LOG_SCALE])
+        z = (f - model.likelihood.standardised(batch.y)[1].to(f.dtype)) * torch.exp(-weights[LOG_SCALE])
         weight = torch.ones_like(z) if batch.weight is None else batch.weight.reshape(-1, *[1] * (z.ndim - 1)).expand_as(z)
         if batch.mask is not None:
             weight = weight * batch.mask

@@ -389,7 +389,8 @@ class Tuning(AfterTraining):
         return bool(state.over)
 
     def kept(self, model: Model, run: Run[Any], state: TuningState) -> Weights:
-        if self.ended(run) or not state.precision:
+        # interrupted before the step: its precisions are still the zeros that it started from
+        if self.ended(run) or not state.precision or not bool(state.over):
             return {**run.before, ENDED: torch.ones(1, dtype=torch.bool)}
         return {**run.before, **named("", state.weights), **named(TAU, state.precision)}
 

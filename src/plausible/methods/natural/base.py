@@ -156,7 +156,7 @@ class NaturalGradient(Method):
         gradients = {}
         for name, weight in drawn.items():
             gradient, prior = joint.grads[name].to(sigma[name].dtype), priors[name]
-            if prior is not None and model.closed_precision is None:  # autograd has seen it: take it out again
+            if prior is not None and model.closed is None:  # autograd has seen it: take it out again
                 gradient = gradient - prior.precision / model.num_data * (weight - prior.centre)
             gradients[name] = gradient
         return Draw(normal, drawn, joint, gradients)

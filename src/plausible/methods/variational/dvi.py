@@ -12,6 +12,7 @@ from torch import Tensor
 from plausible.blocks.variational import entropy
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
+from plausible.core.priors.composed import precision_of
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
@@ -67,7 +68,7 @@ class DVI(ByMoments):
         if not self.empirical_bayes:
             return kl("DVI", model, means, scales)
         network = [name for name in means if not name.startswith("likelihood.")]
-        if any(not model.prior.rule(name).precision for name in network):
+        if any(not precision_of(model.prior, name, means[name]) for name in network):
             raise ValueError("DVI: empirical_bayes replaces the scales of centred Gaussian priors, and this prior is another")
         rest = [name for name in means if name not in network]
         cost = kl("DVI", model, select(means, rest), select(scales, rest)) - entropy(select(scales, network))

@@ -18,12 +18,12 @@ from plausible.core import weights as tree
 from plausible.core.data import as_data
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
+from plausible.core.priors.composed import precision_of
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import PRIOR, ByMoments, kl
-from plausible.posteriors.gaussian_integrals import unscaled
 from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
 from plausible.posteriors.saving import Content
@@ -76,13 +76,13 @@ class MDL(ByMoments):
                 f"MDL: the network is {words}, expected Linear–activation–Linear: one hidden layer, for which the expected error "
                 "is exact; DVI takes deeper ones"
             )
-        likelihood = unscaled(model.likelihood)
+        likelihood = likelihoods.unscaled(model.likelihood)
         if not isinstance(likelihood, likelihoods.Gaussian):
             raise ValueError(
                 f"MDL: the likelihood is {type(likelihood).__name__}, expected Gaussian, whose expected squared error is exact; "
                 "DVI takes other likelihoods"
             )
-        if self.coding != "prior" and any(not model.prior.rule(name).precision for name in _coded(model.random)):
+        if self.coding != "prior" and any(not precision_of(model.prior, n, model.initial[n]) for n in _coded(model.random)):
             raise ValueError(
                 f"MDL: coding={self.coding!r} replaces the centred Gaussian prior of the weights by one that fits them, and this "
                 "prior is another: use coding='prior'"

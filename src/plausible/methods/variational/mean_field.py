@@ -16,6 +16,7 @@ from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_pr
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
+from plausible.core.priors.composed import precision_of
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone, select
@@ -230,7 +231,9 @@ class Graves(MeanField):
 def fitted_names(model: Model) -> tuple[str, ...]:
     """The random weights whose prior empirical Bayes replaces: centred Gaussian ones of the network, not of the likelihood."""
     return tuple(
-        name for name in model.random if not name.startswith("likelihood.") and (model.prior.rule(name).precision or 0) > 0
+        name
+        for name in model.random
+        if not name.startswith("likelihood.") and (precision_of(model.prior, name, model.initial[name]) or 0) > 0
     )
 
 
