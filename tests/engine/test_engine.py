@@ -628,3 +628,14 @@ def test_small_perceptrons_run_on_one_thread(network: nn.Module, shape: tuple[in
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_that_decay_are_flushed_before_they_slow_products_down() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    with torch.no_grad():  # dead units: their weights only ever decay
+        net[0].bias.fill_(-100.0)
+        net[0].weight.fill_(1e-31)
+    method = pl.MAP(epochs=600, batch_size=None, lr=0.1, optimiser=pl.optimisers.SGD(momentum=0.0))
+    prior = {"0.weight": pl.priors.Gaussian(0.5), "*": pl.priors.Flat()}
+    posterior = pl.fit(net, (torch.randn(20, 2), torch.randn(20, 1)), method, prior=prior, progress=False, compile=False)
+    assert torch.equal(posterior.weights()["0.weight"], torch.zeros(1, 4, 2))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
-from plausible.core.weights import clone, num_bytes
+from plausible.core.weights import clone, num_bytes, tensors
 from plausible.core.words import log
 from plausible.engine import checkpoint as checkpoints
 from plausible.engine.checkpoint import Checkpointer
@@ -263,6 +263,8 @@ class Loop:
     def _after(self, number: int, stepper: Stepper, interrupt: Interrupt) -> bool:
         """After step `number` inside a segment: keep a draw where one is due; whether the segment ends here."""
         self.team.step = number
+        if number % self.MAX_SEGMENT == 0:  # by the number of the step, not where segments end, which follows the clock
+            flush(stepper.state)
         if self.plan.keeps(number):
             self.state = stepper.state
             self._keep()
@@ -450,6 +452,19 @@ class Loop:
         return Fitted(
             self.state, self.writer.store(), self.history, self.done, self.place.seconds + self.seconds, self.mode, interrupted
         )
+
+
+def flush(state: Any) -> None:
+    """Write 0 over numbers of a state that are hardly normal any more, on a CPU.
+
+    Under a prior, weights of units that have died decay without end. Products with denormal numbers take up to a hundred times as
+    long, and a fit that met them ran seven times as slow.
+    """
+    for values in tensors(state):
+        if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64, torch.bfloat16):
+            small = values.abs() < torch.finfo(values.dtype).tiny * 1e8
+            if bool((small & (values != 0)).any()):
+                values.masked_fill_(small, 0.0)
 
 
 def label(stage: Stage) -> str:
