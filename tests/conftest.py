@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -12,8 +14,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Tests start some fifty Pythons, and pytest rewrites every file of tests: without bytecode all of it is compiled anew each time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.fsync = lambda _: None  # it guards against power cuts, which do not happen here, and is slow
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what runs in the background
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

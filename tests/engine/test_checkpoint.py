@@ -25,9 +25,8 @@ QUIET: dict[str, Any] = {"progress": False, "compile": False}
 
 
 @pytest.fixture(autouse=True)
-def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def _seeded() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # it guards against power cuts, which do not happen here, and is slow
 
 
 def test_files_are_flushed_to_the_disk_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

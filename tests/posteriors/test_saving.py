@@ -34,9 +34,8 @@ STEPS = pl.SGLD(epochs=6, batch_size=10, lr=1e-3, burn_in=0.0, thin=1)
 
 
 @pytest.fixture(autouse=True)
-def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def _seeded() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def _data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
