@@ -230,7 +230,7 @@ def test_order_of_asking_and_what_was_made_ahead_change_no_bit(n):
 def test_making_ahead_is_bounded_and_saves_passes(monkeypatch):
     passes = []
     fill = noise.fill
-    monkeypatch.setattr(noise, "fill", lambda kind, rows: passes.append(rows.shape[1]) or fill(kind, rows))
+    monkeypatch.setattr(noise, "fill", lambda kind, rows, lanes: passes.append(rows.shape[1]) or fill(kind, rows, lanes))
     noise._streams.clear()
     for counter in range(100):
         draw(random.key(0), counter, 3000)

@@ -71,12 +71,13 @@ def threefry_rows(rows: np.ndarray, x0: np.ndarray, x1: np.ndarray, spare: np.nd
     """Threefry words of whole rows, written into `x0` and `x1`.
 
     `rows` uint32 [4, R] holds k₀, k₁, the first lane's counter word and the second counter word of each row;
-    `x0`, `x1`, `spare` are uint32 [R, 128]. 110 NumPy calls, about 0.15 ns each per element while they fit the cache.
+    `x0`, `x1`, `spare` are uint32 [R, 128], or [R, lanes] for the first lanes alone. 110 NumPy calls, about 0.15 ns each per
+    element while they fit the cache.
     """
     k0, k1, first, second = rows[:, :, None]
     words = (k0, k1, k0 ^ k1 ^ np.uint32(PARITY))
     add, left, right, either, differ = np.add, np.left_shift, np.right_shift, np.bitwise_or, np.bitwise_xor
-    add(first + k0, _LANE, x0)
+    add(first + k0, _LANE[: x0.shape[1]], x0)
     x1[...] = second + k1
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
@@ -147,18 +148,22 @@ def compiled() -> bool:
     return _compiled.get() and not _broken
 
 
-def fill(kind: str, rows: np.ndarray) -> Tensor:
-    """Numbers of the given kind, float32 [R, 256], for uint32 `rows` [4, R] (see `threefry_rows`)."""
+def fill(kind: str, rows: np.ndarray, lanes: int = LANES) -> Tensor:
+    """Numbers of the given kind, float32 [R, 256], for uint32 `rows` [4, R] (see `threefry_rows`).
+
+    NumPy leaves out those of other lanes than the first `lanes`: [R, 2·lanes].
+    """
     if compiled() and (made := _fill_compiled(kind, rows)) is not None:
         return made
     transform = {"normal": _normal_numpy, "uniform": _uniform_numpy}[kind]
     count = rows.shape[1]
-    out = torch.empty(count, NUMBERS, dtype=torch.float32)
-    numbers = out.numpy().reshape(count, 2, LANES)
+    out = torch.empty(count, 2 * lanes, dtype=torch.float32)
+    numbers = out.numpy().reshape(count, 2, lanes)
+    chunk = _CHUNK * LANES // lanes
     # reused for all chunks: they stay in the cache
-    x0, x1, spare = np.empty((3, min(count, _CHUNK), LANES), np.uint32)
-    for start in range(0, count, _CHUNK):
-        part = slice(start, min(start + _CHUNK, count))
+    x0, x1, spare = np.empty((3, min(count, chunk), lanes), np.uint32)
+    for start in range(0, count, chunk):
+        part = slice(start, min(start + chunk, count))
         size = part.stop - part.start
         threefry_rows(rows[:, part], x0[:size], x1[:size], spare[:size])
         transform(x0[:size], x1[:size], spare[:size], numbers[part])
@@ -231,6 +236,7 @@ def _fill_compiled(kind: str, rows: np.ndarray) -> Tensor | None:
 # Each use of a key enciphers with another variation of it, so that a draw never repeats the bits of a derived key.
 _TAGS = {"normal": 0, "uniform": 0x2545F491, "fold": 0x6C078965, "epoch": 0x5BD1E995}
 _AHEAD = 65536  # numbers computed in one pass of small draws: 256 KiB
+_STEPS = 256  # and for no more counters than so many
 _STREAMS = 32  # remembered streams: at most 8 MiB in all
 
 
@@ -241,17 +247,34 @@ def fold_words(k0: Any, k1: Any, datum: Any, tag: str = "fold") -> tuple[Any, An
 
 def _fold(key: Tensor, data: Tensor) -> Tensor:
     if key.dim() == 1 and data.dim() == 0:
-        k0, k1 = key.tolist()
-        return torch.tensor(fold_words(k0, k1, data.item()), dtype=torch.int64)
-    keys = key.numpy()
-    return torch.from_numpy(np.stack(fold_words(keys[..., 0], keys[..., 1], data.numpy()), axis=-1))
+        return torch.tensor(_folded(*key.tolist(), data.item()), dtype=torch.int64)
+    keys, numbers = key.numpy(), data.numpy()
+    if keys.nbytes + numbers.nbytes > _KNOWN_BYTES:
+        return torch.from_numpy(np.stack(fold_words(keys[..., 0], keys[..., 1], numbers), axis=-1))
+    return torch.from_numpy(_folded_arrays(keys.shape, keys.tobytes(), numbers.shape, numbers.tobytes()).copy())
+
+
+# Chains fold the same few data into the same keys at every transition.
+_KNOWN_BYTES = 2**14  # of keys and data whose folds are remembered
+
+
+@functools.lru_cache(256)
+def _folded(k0: int, k1: int, datum: int) -> tuple[int, int]:
+    return fold_words(k0, k1, datum)
+
+
+@functools.lru_cache(64)
+def _folded_arrays(keys_shape: tuple[int, ...], keys: bytes, data_shape: tuple[int, ...], data: bytes) -> np.ndarray:
+    words = np.frombuffer(keys, np.int64).reshape(keys_shape)
+    return np.stack(fold_words(words[..., 0], words[..., 1], np.frombuffer(data, np.int64).reshape(data_shape)), axis=-1)
 
 
 def _draw(kind: str, key: Tensor, counter: Tensor, n: int) -> Tensor:
     if key.dim() == 1 and counter.dim() == 0 and n > 0:  # one key, the most frequent call: plain integers are fast
         words = key.tolist()
         return _draws(kind, tuple(words), int(counter.item()), [words], [0], n).view(n)
-    batch = torch.broadcast_shapes(key.shape[:-1], counter.shape)
+    # not torch's, which would import a library of symbols and takes longer than the numbers
+    batch = np.broadcast_shapes(key.shape[:-1], counter.shape)
     keys = key.expand(*batch, 2).reshape(-1, 2).numpy()
     counters = counter.expand(batch).reshape(-1).numpy()
     if len(keys) == 0 or n == 0:
@@ -276,7 +299,7 @@ _lock = threading.Lock()
 
 def _draws(kind: str, name: tuple[Any, ...], position: int, keys: Any, offsets: Any, n: int) -> Tensor:
     """float32 [K, n] for keys [K, 2] at the counters `position` + offsets [K]; `name` stands for keys and offsets."""
-    ahead = _AHEAD // (len(keys) * _rows(n) * NUMBERS)
+    ahead = min(_AHEAD // (len(keys) * _rows(n) * 2 * _lanes(n)), _STEPS)
     if ahead < 2:
         return _numbers(kind, keys, position, 1, offsets, n)[0].contiguous()
     name = (kind, compiled(), n, *name)
@@ -307,11 +330,16 @@ def _numbers(kind: str, keys: Any, position: int, steps: int, offsets: Any, n: i
     rows[1] = (k1 ^ _TAGS[kind])[..., None]
     rows[2] = np.arange(0, _rows(n) * LANES, LANES)
     rows[3] = (counters & MASK)[..., None]
-    return fill(kind, rows.reshape(4, -1)).view(*counters.shape, -1)[..., :n]
+    return fill(kind, rows.reshape(4, -1), _lanes(n)).view(*counters.shape, -1)[..., :n]
 
 
 def _rows(n: int) -> int:
     return -(-n // NUMBERS)
+
+
+def _lanes(n: int) -> int:
+    """How many lanes are needed: of a single row the first few, in whole vectors of a processor, so that bits stay the same."""
+    return min(LANES, -(-n // 16) * 16)
 
 
 def _fold_shape(key: Tensor, data: Tensor) -> Tensor:
