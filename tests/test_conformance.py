@@ -18,7 +18,7 @@ from plausible.methods import registry
 from plausible.posteriors.draws import DrawsPosterior
 
 METHODS = {name: cls.conforming() for name, cls in registry.items()}
-METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=2500), members=2)
+METHODS["chains"] = pl.Ensemble(replace(pl.SGLD.conforming(), epochs=450, burn_in=0.3), members=16)
 
 
 # One method of each family meets the second fit of the conjugate problem at once, the others in the slow suite.
@@ -64,7 +64,7 @@ class Walk(Method):
     A random walk.
     """
 
-    draws_kept: int = 1500
+    draws_kept: int = 500
     scale: float = 0.12
     broken: bool = False
 

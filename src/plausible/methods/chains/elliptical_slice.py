@@ -84,7 +84,7 @@ class EllipticalSlice(Chains):
     @classmethod
     def conforming(cls) -> EllipticalSlice:
         # Many chains, as each of them mixes slowly
-        return cls(draws=60, chains=128, warmup=30)
+        return cls(draws=30, chains=256, warmup=40)
 
 
 def prior_of(target: Density) -> Ellipse:

@@ -43,7 +43,7 @@ class HMC(Adapting):
 
     @classmethod
     def conforming(cls) -> HMC:
-        return cls(draws=150, chains=16, warmup=60, leapfrogs=5)
+        return cls(draws=25, chains=100, warmup=60, leapfrogs=5)
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
         # one length for all chains, which move in step

@@ -34,7 +34,7 @@ class MALA(Adapting):
 
     @classmethod
     def conforming(cls) -> MALA:
-        return cls(draws=120, chains=64, warmup=100)
+        return cls(draws=50, chains=160, warmup=60)
 
     def transition(self, target: Density, state: ChainState) -> ChainState:
         noise, level = state.normal(0, state.position), state.uniform(1, state.log_prior)

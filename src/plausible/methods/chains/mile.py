@@ -49,7 +49,7 @@ class MILE(Microcanonical):
     def conforming(cls) -> MILE:
         # Short training, and steps so small that the bias drowns in the noise
         small: dict[str, Any] = {"energy_variance": 1e-5, "initial_energy_variance": 0.1, "metric": "diag"}
-        return cls(draws=50, chains=128, warmup=200, thin=3, mode=MAP(epochs=40, batch_size=None, lr=0.05), **small)
+        return cls(draws=10, chains=256, warmup=80, thin=3, mode=MAP(epochs=40, batch_size=None, lr=0.05), **small)
 
     def stages(self) -> tuple[Stage, ...]:
         return (Members(self.mode, self.chains, self.init), self)

@@ -72,4 +72,4 @@ class NUTS(Adapting):
     @classmethod
     def conforming(cls) -> Self:
         # many short chains: as many effective draws in a fraction of the time
-        return cls(draws=40, chains=50, warmup=60)
+        return cls(draws=15, chains=120, warmup=40)

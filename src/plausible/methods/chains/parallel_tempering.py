@@ -249,4 +249,4 @@ class ParallelTempering(Chains):
 
     @classmethod
     def conforming(cls) -> ParallelTempering:
-        return cls(draws=60, warmup=80, chains=24, temperatures=4, trajectory=1.0, leapfrogs=5)
+        return cls(draws=15, warmup=40, chains=96, temperatures=4, trajectory=1.0, leapfrogs=5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -183,7 +183,7 @@ class Laplace(Method):
 
     @classmethod
     def conforming(cls) -> Laplace:
-        return cls(mode=MAP.conforming())
+        return cls(mode=replace(MAP.conforming(), epochs=30))  # which is polished anyway
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         # of all rounds the one with the highest evidence

@@ -37,4 +37,4 @@ class IVON(NaturalGradient):
 
     @classmethod
     def conforming(cls) -> IVON:
-        return cls(epochs=500, batch_size=None, lr=Cosine(0.2), beta2=0.99, clip_radius=math.inf, samples=4, antithetic=True)
+        return cls(epochs=250, batch_size=None, lr=Cosine(0.2), beta2=0.99, clip_radius=math.inf, samples=4, antithetic=True)

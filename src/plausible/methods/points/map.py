@@ -95,7 +95,7 @@ class MAP(Method):
 
     @classmethod
     def conforming(cls) -> MAP:
-        return cls(epochs=300, batch_size=20, lr=Cosine(0.05))
+        return cls(epochs=120, batch_size=20, lr=Cosine(0.1))
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         mean, covariance = problem.posterior()

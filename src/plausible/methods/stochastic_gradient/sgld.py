@@ -44,7 +44,7 @@ class SGLD(StochasticGradientChain):
     @classmethod
     def conforming(cls) -> SGLD:
         # Full batches, for which the bias is known exactly
-        return cls(epochs=5000, batch_size=None, lr=2.5e-3, burn_in=0.05, thin=2)
+        return cls(epochs=3600, batch_size=None, lr=3.2e-3, burn_in=0.05, thin=2)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """T·Λ⁻¹(I − εΛ/4)⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""

@@ -83,7 +83,7 @@ class DVI(ByMoments):
 
     @classmethod
     def conforming(cls) -> DVI:
-        return cls(epochs=400, batch_size=None, lr=Cosine(0.05))
+        return cls(epochs=200, batch_size=None, lr=Cosine(0.1))
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}

@@ -49,7 +49,7 @@ class Flow(Reparameterised):
 
     @classmethod
     def conforming(cls) -> Flow:
-        return cls(epochs=400, batch_size=None, lr=Cosine(0.03), samples=2, initial_scale=0.1, transforms=1, hidden=16)
+        return cls(epochs=250, batch_size=None, lr=Cosine(0.05), samples=2, initial_scale=0.1, transforms=1, hidden=16)
 
 
 @register
@@ -99,7 +99,7 @@ class MultiplicativeFlow(Reparameterised):
     @classmethod
     def conforming(cls) -> MultiplicativeFlow:
         # long enough to find the mean and the size of the variances
-        return cls(epochs=250, batch_size=None, lr=Cosine(0.05), samples=2, initial_scale=0.03, transforms=1, hidden=8)
+        return cls(epochs=200, batch_size=None, lr=Cosine(0.06), samples=2, initial_scale=0.03, transforms=1, hidden=8)
 
 
 def _check_flow(method: Flow | MultiplicativeFlow) -> None:

@@ -40,4 +40,4 @@ class FullRank(Reparameterised):
 
     @classmethod
     def conforming(cls) -> FullRank:
-        return cls(epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
+        return cls(epochs=200, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)

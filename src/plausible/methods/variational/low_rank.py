@@ -55,7 +55,7 @@ class LowRank(Reparameterised):
     @classmethod
     def conforming(cls) -> LowRank:
         # two directions make any covariance of three weights
-        return cls(rank=2, epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
+        return cls(rank=2, epochs=200, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The exact mean, and the D² + U Uᵀ that maximises ½ log det S − ½ tr ΛS: the exact covariance from rank dims − 1 on."""

@@ -56,7 +56,7 @@ class MatrixNormal(Reparameterised):
 
     @classmethod
     def conforming(cls) -> MatrixNormal:
-        return cls(epochs=400, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
+        return cls(epochs=200, batch_size=None, lr=Cosine(0.1), initial_scale=0.1, landing=True)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         # the weight has one row, whose covariance is then all there is

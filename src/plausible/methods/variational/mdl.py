@@ -119,7 +119,7 @@ class MDL(ByMoments):
 
     @classmethod
     def conforming(cls) -> MDL:
-        return cls(epochs=400, batch_size=None, lr=Cosine(0.05), coding="prior")
+        return cls(epochs=200, batch_size=None, lr=Cosine(0.1), coding="prior")
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> CodedPosterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}

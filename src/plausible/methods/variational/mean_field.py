@@ -183,7 +183,7 @@ class MeanField(Bound):
     @classmethod
     def conforming(cls) -> MeanField:
         # full batches, so that noise comes from the weights alone
-        return cls(epochs=800, batch_size=None, lr=Cosine(0.05), samples=2, initial_scale=0.1)
+        return cls(epochs=300, batch_size=None, lr=Cosine(0.1), samples=2, initial_scale=0.1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         return problem.mean_field()
@@ -213,7 +213,7 @@ class Graves(MeanField):
 
     @classmethod
     def conforming(cls) -> Graves:
-        return cls(epochs=800, batch_size=None, lr=Cosine(0.05), samples=2, estimator="local", initial_scale=0.1)
+        return cls(epochs=300, batch_size=None, lr=Cosine(0.1), samples=2, estimator="local", initial_scale=0.1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The fixed point: q is the mean-field optimum under N(m, s²), and m, s² are the moments of q's weights."""

@@ -41,7 +41,7 @@ class Radial(Reparameterised):
 
     @classmethod
     def conforming(cls) -> Radial:
-        return cls(epochs=500, batch_size=None, lr=Cosine(0.05), samples=4, antithetic=True, initial_scale=0.1)
+        return cls(epochs=250, batch_size=None, lr=Cosine(0.1), samples=4, antithetic=True, initial_scale=0.1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         # the bound of a quadratic log joint is −½ Σ Λ_ii σ_i²/d + Σ log σ_i up to a constant: that of independent Gaussians

@@ -64,7 +64,7 @@ class Rank1(Reparameterised):
     def conforming(cls) -> Rank1:
         # Full batches; two components, which find the same optimum where there is one
         narrow: dict[str, Any] = {"initial_scale": 0.05, "spread": 0.02}
-        return cls(components=2, epochs=300, batch_size=None, lr=Cosine(0.1), samples=2, antithetic=True, **narrow)
+        return cls(components=2, epochs=150, batch_size=None, lr=Cosine(0.1), samples=2, antithetic=True, **narrow)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """Mean and covariance of W ∘ (s rᵀ) at the maximum of the bound, whose likelihood needs the first two moments alone."""

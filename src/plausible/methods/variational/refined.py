@@ -129,7 +129,7 @@ class Refined(Bound):
     @classmethod
     def conforming(cls) -> Refined:
         # Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior
-        return cls(epochs=250, batch_size=None, lr=Cosine(0.05), refinements=1, initial_scale=0.1, draws_kept=1000, further=30)
+        return cls(epochs=150, batch_size=None, lr=Cosine(0.08), refinements=1, initial_scale=0.1, draws_kept=700, further=30)
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         return RefinedPosterior.of(self, model, fitted)
