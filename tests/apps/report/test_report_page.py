@@ -233,7 +233,7 @@ def digits():
     return pl.fit(network, (x, y), pl.Ensemble(pl.MAP(epochs=3), members=2), progress=False), x, y
 
 
-def test_a_report_of_images(digits, parse, tmp_path):
+def test_a_report_of_images(digits, parse, tmp_path, draw_nothing):
     posterior, x, y = digits
     text = pl.report.html(
         posterior, x, y, classes=["a", "b", "<c>"], images=True, title="A & B", out=tmp_path / "new" / "r.html"
@@ -244,23 +244,26 @@ def test_a_report_of_images(digits, parse, tmp_path):
     assert all(a["alt"] for _, a, _ in page.all("img"))
     assert page.all("h1")[0][2] == "A & B"
     assert "<c>" in page.text
+    draw_nothing()
     for shape in ((90, 3, 4, 4), (90, 4, 4, 3), (90, 4, 4)):
         assert len(parse(pl.report.html(posterior, x, y, images=torch.rand(shape))).all("img")) == 12
 
 
-def test_a_report_of_one_input_has_bands_and_masks_are_obeyed(parse):
+def test_a_report_of_one_input_has_bands_and_masks_are_obeyed(parse, draw_nothing):
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 80)[:, None]
     y = torch.cat([x, -x], 1) + 0.1 * torch.randn(80, 2)
     posterior = pl.fit(torch.nn.Linear(1, 2), (x, y), pl.MAP(epochs=5), progress=False)
-    page = parse(pl.report.html(posterior, x, y, names=["up", "down"]))
-    assert "Predictive bands" in figures(page)
     mask = torch.ones(80, 2, dtype=torch.bool)
     mask[:50, 0] = False
     broken = torch.where(mask, y, torch.nan)
     page = parse(pl.report.html(posterior, x, broken, names=["up", "down"], mask=mask))
     assert "30 rows" in page.text
     assert "80 rows" in page.text
+    draw_nothing()
+    page = parse(pl.report.html(posterior, x, y, names=["up", "down"]))
+    assert "Predictive bands" in figures(page)
+    assert "30 rows" not in page.text
 
 
 def test_dense_classes_and_many_outputs_are_judged_together(parse):
@@ -297,6 +300,12 @@ def test_few_held_out_rows_accuse_nobody(rows, parse):
     assert not re.search(r"\b1 (held-out )?(rows|examples)", prose)
     assert ("The only held-out example" in page.text) == (rows == 1)
     assert "confident" not in page.text.partition("What was fitted")[2].partition("Can it be")[0]
+
+
+def test_constant_targets(parse):
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 2), torch.randn(60, 1)
+    posterior = pl.fit(torch.nn.Linear(2, 1), (x, y), pl.MAP(epochs=2), progress=False)
     constant = parse(pl.report.html(posterior, x, torch.ones(60, 1)))
     assert "all held-out targets are the same" in constant.text
 
@@ -323,10 +332,10 @@ def test_bad_arguments_of_html(digits):
 def test_the_command_writes_where_it_is_told_and_replaces(runs, run_command, tmp_path):
     out = tmp_path / "deep" / "page.html"
     for _ in range(2):
-        result = run_command("report", runs["binary"], "--out", out)
+        result = run_command("report", runs["nothing"], "--out", out)
         assert result.exit_code == 0
         assert str(out) in result.stderr
-    assert out.read_text(encoding="utf-8") == (runs["binary"] / "report.html").read_text(encoding="utf-8")
+    assert out.read_text(encoding="utf-8") == (runs["nothing"] / "report.html").read_text(encoding="utf-8")
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
 
 
