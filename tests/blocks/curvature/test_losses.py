@@ -76,17 +76,15 @@ def quadrature(likelihood: likelihoods.Likelihood, outputs: Tensor, noise: losse
 def expected_fisher(likelihood: likelihoods.Likelihood, outputs: Tensor, noise: losses.Noise) -> Tensor:
     """Σ_y P(y) s(y)s(y)ᵀ, one target element at a time (elements are independent given f): [B, n, n]."""
     total = torch.zeros(len(outputs), outputs[0].numel(), outputs[0].numel(), dtype=F64)
-    elements = list(itertools.product(*map(range, likelihood.target_shape(outputs.shape)[1:])))
-    for y, mass in quadrature(likelihood, outputs, noise):
-        for at in elements:
-            only = torch.zeros(y.shape, dtype=torch.bool)
-            only[(slice(None), *at)] = True
-            score = (
-                losses.gradient(likelihood, outputs, y, noise, mask=only).flatten(1)
-                if outputs.ndim > 1
-                else (losses.gradient(likelihood, outputs, y, noise, mask=only)[:, None])
-            )
-            total += mass[(slice(None), *at)][:, None, None] * score[:, :, None] * score[:, None, :]
+    points = quadrature(likelihood, outputs, noise)
+    y, mass = (torch.cat(parts) for parts in zip(*points))  # all y as examples of their own
+    repeated = outputs.repeat(len(points), *[1] * (outputs.ndim - 1))
+    for at in itertools.product(*map(range, likelihood.target_shape(outputs.shape)[1:])):
+        only = torch.zeros(y.shape, dtype=torch.bool)
+        only[(slice(None), *at)] = True
+        score = losses.gradient(likelihood, repeated, y, noise, mask=only).reshape(len(y), -1)
+        each = mass[(slice(None), *at)][:, None, None] * score[:, :, None] * score[:, None, :]
+        total += each.unflatten(0, (len(points), -1)).sum(0)
     return total
 
 

@@ -200,10 +200,10 @@ def _model() -> pl.Model:
 
 TINY: list[Any] = [
     *(pl.HMC(draws=4, warmup=24, chains=2, leapfrogs=2, metric=metric) for metric in ("diag", "dense", "lowrank")),  # type: ignore[arg-type]
-    pl.NUTS(draws=4, warmup=24, chains=2, max_depth=3),
-    pl.ChEES(draws=4, warmup=24, chains=2, max_leapfrogs=3),
-    pl.MCLMC(draws=4, warmup=60, chains=2),
-    pl.MILE(draws=4, warmup=60, chains=2, mode=pl.MAP(epochs=3, patience=2)),
+    pl.NUTS(draws=2, warmup=24, chains=2, max_depth=2),
+    pl.ChEES(draws=2, warmup=24, chains=2, max_leapfrogs=2),
+    pl.MCLMC(draws=2, warmup=30, chains=2, thin=2),
+    pl.MILE(draws=2, warmup=30, chains=2, thin=2, mode=pl.MAP(epochs=3, patience=2)),
     pl.MALA(draws=4, warmup=24, chains=2),
     pl.Metropolis(draws=4, warmup=24, chains=2, metric="dense"),
     pl.EllipticalSlice(draws=4, warmup=4, chains=2),
