@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 # Tests start some fifty Pythons, and pytest rewrites every file of tests: without bytecode all of it is compiled anew each time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process has another to compile in
 os.fsync = lambda _: None  # it guards against power cuts, which do not happen here, and is slow
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what runs in the background

@@ -745,5 +745,7 @@ def test_networks_traced_as_one_graph(kind: str, estimator: str, stacked: bool) 
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("estimator", ["local", "flipout"])
-def test_compiled(estimator: str, compiler: None) -> None:
-    check_compiled("mlp", estimator, "inductor")
+def test_compiled(estimator: str, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = lambda: nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 1))  # noqa: E731
+    monkeypatch.setitem(ALL, "small", (small, rows(3, 3)))
+    check_compiled("small", estimator, "inductor")

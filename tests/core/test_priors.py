@@ -303,7 +303,8 @@ def test_traced_without_a_break(prior: Prior) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("prior", [*RULES, *COMPOSED], ids=name_of)
 def test_compiled_equals_eager(prior: Prior) -> None:
-    weights = {name: weight for name, weight in weights_like(torch.float32).items() if weight.numel()}
+    # each weight has a kernel of its own, which takes the compiler a second
+    weights = {name: weights_like(torch.float32)[name] for name in ("body.weight", "body.bias", "likelihood.log_scale")}
     stacked = {name: torch.stack([weight, -2 * weight]) for name, weight in weights.items()}
     step = torch.func.vmap(torch.func.grad_and_value(prior.log_prob))
     torch._dynamo.reset()

@@ -214,7 +214,7 @@ def test_streams_with_workers_resume_with_the_same_bits(kind: str, tmp_path: Pat
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["tensors", "shuffled", "own"])
 def test_compiled_runs_resume_with_the_same_bits(kind: str, tmp_path: Path, compiler: None) -> None:
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 1))
     loader = None if kind == "tensors" else {"shuffled": Stream.shuffled, "own": Stream.own}[kind]
     method = pl.SGLD(epochs=4, batch_size=5, lr=1e-3, burn_in=0.0, thin=1)
 
