@@ -225,7 +225,7 @@ class MCLMC(Microcanonical):
     @classmethod
     def conforming(cls) -> MCLMC:
         # Steps so small that the bias drowns in the noise
-        return cls(draws=10, chains=256, warmup=100, thin=3, energy_variance=1e-5, initial_energy_variance=0.1)
+        return cls(draws=10, chains=256, warmup=300, thin=3, energy_variance=1e-5, initial_energy_variance=0.1)
 
 
 def unit(direction: Tensor) -> Tensor:
