@@ -18,11 +18,12 @@ PRIORS: list[Prior] = [
     Hierarchical(0.7, 1.3),
     Hierarchical(1.5, 0.4, groups="layer"),
     Hierarchical(0.7, 1.3, groups="input"),
+    Hierarchical(0.7, 1.3, groups="ends"),
     Hierarchical(2.0, 0.2, groups="all"),
     FanIn(Hierarchical(0.7, 1.3, groups="layer")),
     Patterns((("*bias", Hierarchical(groups="all")), ("likelihood.*", Gaussian(2.0)), ("*", FanIn(Hierarchical(2.0))))),
 ]
-IDS = ["tensor", "layer", "input", "all", "fan-in", "patterns"]
+IDS = ["tensor", "layer", "input", "ends", "all", "fan-in", "patterns"]
 
 
 def weights() -> dict[str, Tensor]:
@@ -63,6 +64,7 @@ def test_groups_are_independent_of_each_other_and_scaled_by_fan_in() -> None:
         "tensor": sum(map(one, w.values())),
         "layer": one(first, bias) + one(second, last) + one(noise),
         "input": sum(one(column) for column in first.T) + one(bias) + one(second) + one(last) + one(noise),
+        "ends": sum(map(one, [*first.T, *second, *last])) + one(bias) + one(noise),
         "all": one(first, bias, second, last) + one(noise),
     }
     for groups, value in expected.items():
@@ -116,11 +118,12 @@ def test_draws_are_of_the_density(prior: Prior) -> None:
         own = {
             "tensor": weight,
             "input": weight,
+            "ends": weight[:, 1],
             "layer": torch.cat([weight.flatten(1), bias], 1),
             "all": torch.cat([drawn["0.weight"].flatten(1), drawn["0.bias"], weight.flatten(1), bias], 1),
         }
         parts = [(own[base.groups], base.shape, base.rate)]
-        if base.groups == "input":
+        if base.groups in ("input", "ends"):
             parts += [(drawn["0.weight"][:, :, 1], base.shape, base.rate)]
     for values, shape, rate in parts:
         count = values[0].numel()
@@ -157,7 +160,7 @@ def test_stored_as_json(prior: Prior) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="Hierarchical: shape must be finite and above 0"):
         Hierarchical(shape=0.0)
-    with pytest.raises(ValueError, match="groups must be one of 'tensor', 'layer', 'input', 'all', got 'weight'"):
+    with pytest.raises(ValueError, match="groups must be one of 'tensor', 'layer', 'input', 'ends', 'all', got 'weight'"):
         Hierarchical(groups="weight")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="width must be finite and above 0, got -1"):
         Hierarchical.with_width(-1.0)

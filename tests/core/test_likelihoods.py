@@ -16,6 +16,7 @@ from plausible.core.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    HeteroscedasticStudentT,
     Likelihood,
     NegativeBinomial,
     Poisson,
@@ -25,7 +26,7 @@ from plausible.core.likelihoods import (
 from plausible.core.serialise import decode, encode
 
 N, K, C, S = 6, 2, 4, 3
-LOG_SCALE, LOG_DISPERSION = "likelihood.log_scale", "likelihood.log_dispersion"
+LOG_SCALE, LOG_DISPERSION, LOG_DF = "likelihood.log_scale", "likelihood.log_dispersion", "likelihood.log_df"
 
 # likelihood, shape of the outputs for one input, shape of the targets for one input
 CASES: list[tuple[Likelihood, tuple[int, ...], tuple[int, ...]]] = [
@@ -39,6 +40,8 @@ CASES: list[tuple[Likelihood, tuple[int, ...], tuple[int, ...]]] = [
     (Gaussian(0.5), (K,), (K,)),
     (Gaussian((0.5, 2.0)), (K,), (K,)),
     (HeteroscedasticGaussian(), (2 * K,), (K,)),
+    (HeteroscedasticStudentT(df=3.0), (2 * K,), (K,)),
+    (HeteroscedasticStudentT(minimum=0.3), (2 * K,), (K,)),
     (StudentT(), (K,), (K,)),
     (StudentT(df=1.5, scale=(0.5, 2.0)), (K,), (K,)),
     (Poisson(), (K,), (K,)),
@@ -81,6 +84,10 @@ def oracle(likelihood: Likelihood, f: np.ndarray, weights: dict[str, Tensor]) ->
             return stats.norm(f, scale)
         case StudentT():
             return stats.t(likelihood.df, f, scale)
+        case HeteroscedasticStudentT():
+            mean, raw = np.split(f, 2, -1)
+            df = 2 + 6 * weights[LOG_DF].exp().item() if weights else likelihood.df
+            return stats.t(df, mean, likelihood.minimum + np.log1p(np.exp(raw)))
         case HeteroscedasticGaussian():
             mean, raw = np.split(f, 2, -1)
             return stats.norm(mean, likelihood.minimum + np.log1p(np.exp(raw)))

@@ -234,17 +234,22 @@ class StudentT(_Located):
         _Located.__post_init__(self)
 
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.StudentT:
-        return densities.StudentT(self.degrees(outputs, weights), outputs, self._scale(outputs, weights))
-
-    def degrees(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The degrees of freedom, to broadcast with the outputs."""
-        if self.df == "learned":
-            return LEAST_DF + TYPICAL_DF * densities.aligned(LOG_DF, outputs, weights, own_axes=0).exp()
-        return outputs.new_full((), self.df)  # filled on the device: a copy from the host could not be captured in a CUDA graph
+        return densities.StudentT(degrees(self.df, outputs, weights), outputs, self._scale(outputs, weights))
 
     def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
         own = super().initial_weights(output_shape, dtype=dtype, device=device)
-        return own | ({LOG_DF: torch.zeros((), dtype=dtype, device=device)} if self.df == "learned" else {})
+        return own | _initial_degrees(self.df, dtype, device)
+
+
+def degrees(df: Any, outputs: Tensor, weights: Mapping[str, Tensor] | None) -> Tensor:
+    """Degrees of freedom, fixed or learned, to broadcast with the outputs."""
+    if df == "learned":
+        return LEAST_DF + TYPICAL_DF * densities.aligned(LOG_DF, outputs, weights, own_axes=0).exp()
+    return outputs.new_full((), df)  # filled on the device: a copy from the host could not be captured in a CUDA graph
+
+
+def _initial_degrees(df: Any, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:
+    return {LOG_DF: torch.zeros((), dtype=dtype, device=device)} if df == "learned" else {}
 
 
 class MeanAndNoise(Likelihood):
@@ -279,6 +284,32 @@ class HeteroscedasticGaussian(MeanAndNoise):
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Normal:  # noqa: ARG002
         mean, raw = outputs.chunk(2, -1)
         return distributions.Normal(mean, self.minimum + F.softplus(raw), validate_args=False)
+
+
+@register
+@dataclass(frozen=True)
+class HeteroscedasticStudentT(MeanAndNoise):
+    """p(y | f) = t_df(y; location m, scale s) with m the first half of the last axis of f and s = minimum + softplus(second half).
+
+    Outputs [..., N, 2K], targets [N, K]: noise that depends on the input, with outliers. `df` is a number or "learned", as of
+    `StudentT`.
+    """
+
+    df: Any = "learned"
+    minimum: float = 1e-3
+    second: ClassVar[str] = "raw scales"
+
+    def __post_init__(self) -> None:
+        if self.df != "learned":
+            object.__setattr__(self, "df", _positive("df", self.df))
+        object.__setattr__(self, "minimum", _positive("minimum", self.minimum))
+
+    def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> densities.StudentT:
+        mean, raw = outputs.chunk(2, -1)
+        return densities.StudentT(degrees(self.df, mean, weights), mean, self.minimum + F.softplus(raw))
+
+    def initial_weights(self, output_shape: tuple[int, ...], *, dtype: torch.dtype, device: Any) -> dict[str, Tensor]:  # noqa: ARG002
+        return _initial_degrees(self.df, dtype, device)
 
 
 @register

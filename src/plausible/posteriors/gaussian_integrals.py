@@ -49,7 +49,7 @@ def law(likelihood: Likelihood, f: Moments, output_shape: tuple[int, ...], noise
         spread = (variance + likelihood(mean, noise).variance).sqrt()
         return distributions.Normal(mean[None], spread[None], validate_args=False)
     if isinstance(likelihood, likelihoods.StudentT):
-        scale, df = likelihood(mean, noise).scale, float(likelihood.degrees(mean, noise))
+        scale, df = likelihood(mean, noise).scale, float(likelihoods.degrees(likelihood.df, mean, noise))
         precision, share = (mean.new_tensor(part) for part in _gamma_rule(df))
         spread = (variance + scale.square() / precision.reshape(-1, *(1,) * mean.ndim)).sqrt()
         return Mixture(distributions.Normal(mean, spread, validate_args=False), share, order=df)

@@ -36,6 +36,7 @@ CASES = {  # likelihood, shape of the outputs, noise
     "student-scaled": (likelihoods.Scaled(likelihoods.StudentT(df=5.0), 3.0, -2.0), (4, 3), SCALE),
     "scaled": (likelihoods.Scaled(likelihoods.Gaussian(), (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)), (4, 3), SCALE),
     "heteroscedastic": (likelihoods.HeteroscedasticGaussian(), (4, 4), None),
+    "heteroscedastic-student": (likelihoods.HeteroscedasticStudentT(df=5.0), (4, 4), None),
     "log-variance": (LogVarianceGaussian(), (4, 4), None),
     "bernoulli": (likelihoods.Bernoulli(), (4, 3), None),
     "bernoulli-one": (likelihoods.Bernoulli(), (4, 1), None),

@@ -18,6 +18,7 @@ from plausible import likelihoods
 from plausible.blocks.chains.density import ModelDensity, Point
 from plausible.blocks.kernels import native_source as build
 from plausible.blocks.kernels.native import NativeDensity, native_density
+from plausible.blocks.moments.expectations import LogVarianceGaussian
 from plausible.core.data import ArrayData, Batch
 from plausible.core.model import Model
 from plausible.core.priors import FanIn, Gaussian, Laplace, Patterns, Prior
@@ -160,6 +161,11 @@ def test_bernoulli_outputs_without_biases_behind_an_activation_used_twice() -> N
         (likelihoods.StudentT(df="learned", scale="per-output"), 2),
         (likelihoods.StudentT(df=3.0), 2),
         (likelihoods.StudentT(df=5.0, scale=0.3), 1),
+        (likelihoods.HeteroscedasticGaussian(), 4),
+        (likelihoods.HeteroscedasticGaussian(minimum=0.2), 2),
+        (likelihoods.HeteroscedasticStudentT(), 4),
+        (likelihoods.HeteroscedasticStudentT(df=3.0), 2),
+        (likelihoods.Scaled(likelihoods.HeteroscedasticStudentT(), (1.0, -2.0), (3.0, -0.5)), 4),
         (likelihoods.Scaled(likelihoods.StudentT(df="learned"), (1.0, -2.0), (3.0, -0.5)), 2),
         (likelihoods.Scaled(likelihoods.Gaussian(), 2.0, 3.0), 2),
         (likelihoods.Scaled(likelihoods.Gaussian((0.5, 0.2)), 2.0, (3.0, 4.0)), 2),
@@ -360,7 +366,7 @@ REFUSED = {
     "convolution": lambda: model_target(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 3), nn.Flatten()), GAUSSIAN),
     "two activations": lambda: model_target(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.ReLU()), GAUSSIAN),
     "an activation first": lambda: model_target(nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), GAUSSIAN),
-    "another likelihood": lambda: model_target(tanh(outputs=2), likelihoods.HeteroscedasticGaussian()),
+    "another likelihood": lambda: model_target(tanh(outputs=2), LogVarianceGaussian()),
     "frozen": lambda: model_target(_frozen(), GAUSSIAN),
     "tied": lambda: model_target(_tied(), GAUSSIAN),
     "hooks": lambda: model_target(_hooked(), GAUSSIAN),

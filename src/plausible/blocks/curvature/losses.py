@@ -8,6 +8,7 @@
     Categorical               diag(p) − ppᵀ over the classes of a position                the same
     NegativeBinomial          μr/(μ + r)                                                  differs, positive
     StudentT                  (df + 1)/((df + 3)·σ²)                                      differs, may be negative
+    HeteroscedasticStudentT   (df+1)/(df+3)/s², 2 df/(df+3)·sigmoid(f)²/s²               differs, may be indefinite
     HeteroscedasticGaussian   1/s² for the mean, 2·sigmoid(f)²/s² for the raw scale f     differs, may be indefinite
     LogVarianceGaussian       1/s² for the mean, 1/2 for the log variance                 differs, may be indefinite
     Scaled                    that of the likelihood inside                               as inside
@@ -385,12 +386,20 @@ def _rules() -> dict[type[Likelihood], Callable[[Any, Tensor, Noise], Tensor]]:
         likelihoods.HeteroscedasticGaussian: lambda law, f, noise: _mean_and_scale(
             law(f, noise).scale, f.chunk(2, -1)[1].sigmoid()
         ),
+        likelihoods.HeteroscedasticStudentT: lambda law, f, noise: _of_student_and_scale(
+            law(f, noise), f.chunk(2, -1)[1].sigmoid()
+        ),
         LogVarianceGaussian: lambda law, f, noise: _mean_and_scale(law(f, noise).scale, law(f, noise).scale / 2),
     }
 
 
 def _of_student(given: Any) -> Tensor:
     return (given.df + 1) / (given.df + 3) / given.scale.square()
+
+
+def _of_student_and_scale(given: Any, slope: Tensor) -> Tensor:
+    """(df + 1)/(df + 3)/s² for the locations and 2 df/(df + 3)·(ds/df)²/s² for what gives the scales."""
+    return torch.cat([_of_student(given), 2 * given.df / (given.df + 3) * (slope / given.scale).square()], -1)
 
 
 def _mean_and_scale(scale: Tensor, slope: Tensor) -> Tensor:

@@ -168,8 +168,8 @@ def fused_density(density: ModelDensity) -> FusedDensity | None:
         if density.device.type != "cuda" or density.dtype != torch.float32:
             raise Unsuitable(f"weights are {density.dtype} on {density.device}")
         network = perceptron(density)
-        if network.likelihood.startswith("student"):
-            raise Unsuitable("Student's t")
+        if network.likelihood.startswith(("student", "heteroscedastic")):
+            raise Unsuitable(f"likelihood {network.likelihood}")
         if not all(math.isfinite(number) for layer in network.layers for number in layer.settings):
             raise Unsuitable("an activation whose settings are not finite")
         weights, widest = elements(network.layers)

@@ -22,7 +22,18 @@ from torch import Tensor, nn
 from plausible.blocks.chains.density import Density, Evaluation, ModelDensity, Point
 from plausible.blocks.kernels.native_source import BuildError, LinearLayer, load, source
 from plausible.core.data import ArrayData
-from plausible.core.likelihoods import LOG_DF, LOG_SCALE, TYPICAL_DF, Bernoulli, Categorical, Gaussian, StudentT, unscaled
+from plausible.core.likelihoods import (
+    LOG_DF,
+    LOG_SCALE,
+    TYPICAL_DF,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    HeteroscedasticStudentT,
+    StudentT,
+    unscaled,
+)
 from plausible.core.priors import Gaussian as GaussianPrior
 from plausible.core.priors.composed import leaves
 from plausible.core.words import log
@@ -31,6 +42,9 @@ from plausible.core.words import log
 # gradient over that of this code is 7 to 10 for layers of up to 50 × 50, 3.4 at 100 × 100, 1.9 at 200 × 200, 1.1 at 256 × 256
 # and 0.8 at 784 × 400
 LARGEST = 2**16
+
+
+VARYING: dict[type, str] = {HeteroscedasticGaussian: "heteroscedastic", HeteroscedasticStudentT: "heteroscedastic_student"}
 
 
 class Unsuitable(Exception):
@@ -229,6 +243,7 @@ def native_density(density: ModelDensity, threads: int | None = None) -> NativeD
             double=density.dtype == torch.float64,
             df=network.df,
             freedom=network.freedom,
+            least=network.least,
         )
         return NativeDensity(density, load(program), threads)
     except (Unsuitable, BuildError) as reason:
@@ -241,7 +256,8 @@ def native_density(density: ModelDensity, threads: int | None = None) -> NativeD
 class Perceptron(NamedTuple):
     """Layers, the kind of likelihood, and where a learned log scale and learned degrees of freedom lie in a position.
 
-    `df` are degrees of freedom that are fixed, or what multiplies e^w of the weight at `freedom`.
+    `df` are degrees of freedom that are fixed, or what multiplies e^w of the weight at `freedom`; `least` is the smallest scale
+    where scales are outputs.
     """
 
     layers: list[LinearLayer]
@@ -249,6 +265,7 @@ class Perceptron(NamedTuple):
     noise: int | None
     freedom: int | None = None
     df: float = 1.0
+    least: float = 0.0
 
 
 def perceptron(density: ModelDensity) -> Perceptron:
@@ -284,7 +301,8 @@ def perceptron(density: ModelDensity) -> Perceptron:
     if count != density.size:
         raise Unsuitable("weights that are tied, frozen or of other modules")
     df = getattr(likelihood, "df", 1.0)
-    return Perceptron(layers, kind, noise, freedom, TYPICAL_DF if df == "learned" else float(df))
+    least = getattr(likelihood, "minimum", 0.0)
+    return Perceptron(layers, kind, noise, freedom, TYPICAL_DF if df == "learned" else float(df), least)
 
 
 def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tensor) -> tuple[str, int | None]:
@@ -299,6 +317,8 @@ def _likelihood(likelihood: Any, outputs: int, offsets: dict[str, int], y: Tenso
             if not isinstance(likelihood.scale, str):
                 return name, None
             return {"learned": f"{name}_learned", "per-output": f"{name}_per_output"}[likelihood.scale], offsets[LOG_SCALE]
+    if y.ndim == 2 and 2 * y.shape[1] == outputs and type(likelihood) in VARYING:
+        return VARYING[type(likelihood)], None
     raise Unsuitable(f"{type(likelihood).__name__} with targets of shape {list(y.shape)}")
 
 

@@ -42,6 +42,8 @@ LIKELIHOODS = (
     "student_per_output",
     "bernoulli",
     "categorical",
+    "heteroscedastic",
+    "heteroscedastic_student",
 )
 
 # (2^f − 1)/f on [−½, ½] as a polynomial: a Chebyshev fit with a relative error of 1.3e-8, and Taylor's series (4e-18).
@@ -88,10 +90,12 @@ def source(
     double: bool = False,
     df: float = 1.0,
     freedom: int | None = None,
+    least: float = 0.0,
 ) -> str:
     """The whole program for these layers; `noise` is where a learned log scale lies, `size` the number of weights.
 
     `freedom` is where the weight w of learned degrees of freedom lies, which are `LEAST_DF` + df·e^w; elsewhere they are `df`.
+    `least` is the smallest scale where scales are outputs.
     """
     end, degree = (36.0, 52) if double else (16.0, 22)  # beyond √end erf is 1
     series = tuple(1 / (2 * k + 1) for k in range(17 if double else 8))  # atanh(z)/z in z² up to 1/9
@@ -114,6 +118,7 @@ def source(
         f"constexpr Likelihood LIKELIHOOD = FOR_{likelihood.upper()};",
         f"constexpr long SIZE = {size}, NOISE = {-1 if noise is None else noise}, FREEDOM = {-1 if freedom is None else freedom};",
         f"constexpr double DF = {df!r}, LEAST_DF = {LEAST_DF!r};",
+        f"constexpr real LEAST = {least!r};",
         numbers("real", "EXP2", EXP2_DOUBLE if double else EXP2_FLOAT),
         numbers("real", "ATANH", series),
         f"constexpr real ERF_END = {end};",

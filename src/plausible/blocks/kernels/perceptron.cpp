@@ -73,9 +73,11 @@ struct Problem {
   double weight;        // Σ of the examples' weights
   double lost;          // what the log-likelihood is less in other units of the targets
 };
-constexpr int OUTPUTS = WIDTH[DEPTH], TARGETS = LIKELIHOOD == FOR_CATEGORICAL ? 1 : OUTPUTS;
+constexpr bool VARYING = LIKELIHOOD >= FOR_HETEROSCEDASTIC;  // outputs are locations and then raw scales, s = LEAST + softplus
+constexpr int OUTPUTS = WIDTH[DEPTH], TARGETS = LIKELIHOOD == FOR_CATEGORICAL ? 1 : VARYING ? OUTPUTS / 2 : OUTPUTS;
 constexpr double HALF_LOG_2PI = 0.91893853320467274178;
-constexpr bool STUDENT = LIKELIHOOD >= FOR_STUDENT && LIKELIHOOD <= FOR_STUDENT_PER_OUTPUT;
+constexpr bool STUDENT = (LIKELIHOOD >= FOR_STUDENT && LIKELIHOOD <= FOR_STUDENT_PER_OUTPUT) ||
+                         LIKELIHOOD == FOR_HETEROSCEDASTIC_STUDENT;
 constexpr bool LOCATED = LIKELIHOOD <= FOR_STUDENT_PER_OUTPUT;  // outputs are locations, and there is a scale
 constexpr bool ONE_SCALE = LIKELIHOOD == FOR_GAUSSIAN_LEARNED || LIKELIHOOD == FOR_STUDENT_LEARNED;
 constexpr bool OWN_SCALES = LIKELIHOOD == FOR_GAUSSIAN_PER_OUTPUT || LIKELIHOOD == FOR_STUDENT_PER_OUTPUT;
@@ -134,7 +136,7 @@ template <int L> static void backward(const real* q, const real* x, int vectors,
 }
 
 // Log-likelihood of a tile without constants; its gradient in the outputs goes to delta. Where outputs are locations, what
-// `Work::noise` holds is added up instead.
+// `Work::noise` holds is added up as well.
 template <bool GRADIENT>
 static double likelihood(const real* f, const real* y, const real* w, int vectors, const Noise& scales, real* delta,
                          double* noise) {
@@ -160,6 +162,30 @@ static double likelihood(const real* f, const real* y, const real* w, int vector
       }
     }
     sum = exact_total(part);
+  } else if constexpr (VARYING) {
+    for (int o = 0; o < TARGETS; ++o) {
+      Exact part = {}, pulled = {}, tails = {};
+      for (int lane = 0; lane < vectors * LANES; lane += LANES) {
+        V raw = load(f + (TARGETS + o) * STRIDE + lane), target = load(y + o * STRIDE + lane), weight = load(w + lane);
+        V e = exponential(-positive(raw)), share = 1 / (1 + e);
+        V scale = (raw > 0 ? raw : V{}) + log_one_plus(e) + LEAST, inverse_scale = 1 / scale;
+        V z = (target - load(f + o * STRIDE + lane)) * inverse_scale, scaled = z;
+        part += exact(-weight * logarithm(scale));
+        if constexpr (STUDENT) {
+          const V square = z * z;
+          tails += exact(weight * logarithm(1 + square * (1 / scales.df)));
+          scaled *= (scales.df + 1) / (scales.df + square);
+        }
+        pulled += exact(weight * scaled * z);
+        if constexpr (GRADIENT) {
+          V slope = weight * inverse_scale;
+          store(delta + o * STRIDE + lane, slope * scaled);
+          store(delta + (TARGETS + o) * STRIDE + lane, slope * (scaled * z - 1) * (raw < 0 ? e * share : share));
+        }
+      }
+      sum += exact_total(part), noise[o] += exact_total(pulled);
+      if constexpr (STUDENT) noise[OUTPUTS] += exact_total(tails);
+    }
   } else {
     for (int o = 0; o < OUTPUTS; ++o) {
       Exact part = {}, tails = {};
@@ -284,10 +310,11 @@ template <bool GRADIENT> static double whole_pass(const Problem& problem, const 
   Noise scales;
   double df = 1;
   if constexpr (STUDENT) df = FREEDOM < 0 ? DF : LEAST_DF + DF * exp(double(q[FREEDOM]));
+  const double normaliser =
+      STUDENT ? lgamma(0.5 * df) - lgamma(0.5 * (df + 1)) + 0.5 * log(df * 3.14159265358979323846) : HALF_LOG_2PI;
+  scales.df = df;
+  if constexpr (VARYING) sum -= problem.weight * TARGETS * normaliser;
   if constexpr (LOCATED) {
-    scales.df = df;
-    const double normaliser =
-        STUDENT ? lgamma(0.5 * df) - lgamma(0.5 * (df + 1)) + 0.5 * log(df * 3.14159265358979323846) : HALF_LOG_2PI;
     for (int o = 0; o < OUTPUTS; ++o) {
       double log_scale = ONE_SCALE || OWN_SCALES ? double(q[NOISE + (OWN_SCALES ? o : 0)]) : log(problem.scales[o]);
       scales.inverse_scale[o] = exp(-log_scale);
@@ -314,7 +341,7 @@ template <bool GRADIENT> static double whole_pass(const Problem& problem, const 
     }
   }
   if constexpr (STUDENT) sum -= 0.5 * (df + 1) * work.noise[OUTPUTS];
-  else if constexpr (LOCATED) for (int o = 0; o < OUTPUTS; ++o) sum -= 0.5 * work.noise[o];
+  else if constexpr (LOCATED || VARYING) for (int o = 0; o < TARGETS; ++o) sum -= 0.5 * work.noise[o];
   if constexpr (GRADIENT && ONE_SCALE) {
     double all = 0;
     for (int o = 0; o < OUTPUTS; ++o) all += work.noise[o] - problem.weight;
@@ -324,9 +351,9 @@ template <bool GRADIENT> static double whole_pass(const Problem& problem, const 
     for (int o = 0; o < OUTPUTS; ++o) work.gradient[NOISE + o] = work.noise[o] - problem.weight;
   if constexpr (GRADIENT && STUDENT && FREEDOM >= 0) {
     double pulled = 0;
-    for (int o = 0; o < OUTPUTS; ++o) pulled += work.noise[o];
-    const double normaliser = digamma(0.5 * (df + 1)) - digamma(0.5 * df) - 1 / df;
-    const double slope = OUTPUTS * problem.weight * normaliser - work.noise[OUTPUTS] + pulled / df;
+    for (int o = 0; o < TARGETS; ++o) pulled += work.noise[o];
+    const double slope_of_normaliser = digamma(0.5 * (df + 1)) - digamma(0.5 * df) - 1 / df;
+    const double slope = TARGETS * problem.weight * slope_of_normaliser - work.noise[OUTPUTS] + pulled / df;
     work.gradient[FREEDOM] = 0.5 * slope * (df - LEAST_DF);
   }
   return sum;

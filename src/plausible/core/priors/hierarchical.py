@@ -13,15 +13,15 @@ from torch import Tensor
 from plausible.core.priors.rules import LOG_2PI, Prior, _lgamma, _log, _normal, total
 from plausible.core.serialise import check_number, register
 
-GROUPS = ("tensor", "layer", "input", "all")
+GROUPS = ("tensor", "layer", "input", "ends", "all")
 NOISE = "likelihood."
 
 
 class Group(NamedTuple):
-    """Weights that share precisions: their names, and whether there is one for each input (axis 1) or one for all."""
+    """Weights that share precisions: their names, and the axis along which each place has one of its own, if there is one."""
 
     names: tuple[str, ...]
-    columns: bool
+    axis: int | None
 
 
 @register
@@ -37,15 +37,16 @@ class Hierarchical(Prior):
     (Neal 1996, Bayesian learning for neural networks), and keep them: `posterior.precisions`; with `sampled=False` they move
     under the integrated density, whose gradient is −E(τ | w)·w. Groups share a precision: "tensor", every weight matrix and
     every bias has its own; "layer", weight and bias of a layer share one; "input", as "tensor", but the first weight of two or
-    more axes has one for each of its inputs: automatic relevance determination (MacKay 1994, Neal 1996); "all". The
-    likelihood's own weights are never grouped with those of the network. `with_width(width, alpha)` is Neal's parametrisation,
-    and `FanIn` around it his scaling by the number of units. Elements of a group have no density alone (`elementwise`); weights
-    that `where=` leaves out are fixed members of it: p(w_random | w_points).
+    more axes has one for each of its inputs: automatic relevance determination (MacKay 1994, Neal 1996); "ends", as
+    "input", and weight and bias of the last layer have one for each output, since outputs may mean unlike things (a mean and a
+    scale); "all". The likelihood's own weights are never grouped with those of the network. `with_width(width, alpha)` is
+    Neal's parametrisation, and `FanIn` around it his scaling by the number of units. Elements of a group have no density alone
+    (`elementwise`); weights that `where=` leaves out are fixed members of it: p(w_random | w_points).
     """
 
     shape: float = 1.0
     rate: float = 1.0
-    groups: Literal["tensor", "layer", "input", "all"] = "tensor"
+    groups: Literal["tensor", "layer", "input", "ends", "all"] = "tensor"
     sampled: bool = True
 
     def __post_init__(self) -> None:
@@ -71,8 +72,14 @@ class Hierarchical(Prior):
     # Which weights belong together
     def blocks(self, weights: Mapping[str, Tensor]) -> dict[str, Group]:
         """Names of groups (of several, where each input has its group), and the weights in them."""
-        # the layer that sees the inputs, as far as names tell
-        first = next((n for n, w in weights.items() if w.ndim > 1 and not n.startswith(NOISE)), None)
+        # the layer that sees the inputs and the one that gives the outputs, as far as names tell
+        matrices = [n for n, w in weights.items() if w.ndim > 1 and not n.startswith(NOISE)]
+        axes: dict[str, int] = {}
+        if matrices and self.groups == "ends":
+            last = matrices[-1].rpartition(".")[0]
+            axes = {n: 0 for n, w in weights.items() if n.rpartition(".")[0] == last and w.ndim and not n.startswith(NOISE)}
+        if matrices and self.groups in ("input", "ends"):
+            axes[matrices[0]] = 1
         groups: dict[str, tuple[str, ...]] = {}
         for name in weights:
             group = name
@@ -81,7 +88,7 @@ class Hierarchical(Prior):
             elif self.groups == "layer":
                 group = name.rpartition(".")[0] or name
             groups[group] = (*groups.get(group, ()), name)
-        return {group: Group(names, self.groups == "input" and names[0] == first) for group, names in groups.items()}
+        return {group: Group(names, axes.get(names[0])) for group, names in groups.items()}
 
     def labels(self, weights: Mapping[str, Tensor]) -> tuple[tuple[str, ...], dict[str, Tensor]]:
         """Names of the groups, and for each weight the group of each of its elements: int64, shaped like the weight."""
@@ -91,11 +98,11 @@ class Hierarchical(Prior):
             for name in block.names:
                 weight = weights[name]
                 label = torch.tensor(len(every))
-                if block.columns:
-                    label = label + torch.arange(weight.shape[1]).view(-1, *[1] * (weight.ndim - 2))
+                if block.axis is not None:
+                    label = label + _along(torch.arange(weight.shape[block.axis]), weight, block.axis)
                 labels[name] = label.expand(weight.shape).to(weight.device)
-            columns = weights[block.names[0]].shape[1] if block.columns else 0
-            every += [f"{group}[{i}]" for i in range(columns)] if block.columns else [group]
+            places = () if block.axis is None else range(weights[block.names[0]].shape[block.axis])
+            every += [f"{group}[{i}]" for i in places] if block.axis is not None else [group]
         return tuple(every), labels
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -104,11 +111,12 @@ class Hierarchical(Prior):
         return total(self._integrated(*self._squares(weights, block)) for block in self.blocks(weights).values())
 
     def _squares(self, weights: Mapping[str, Tensor], block: Group) -> tuple[int, Tensor]:
-        """How many weights a group has, and ‖w_g‖²: 0-d, or `[inputs]`."""
+        """How many weights a group has, and ‖w_g‖²: 0-d, or `[places]` along its axis."""
         members = [weights[name] for name in block.names]
-        if block.columns:
-            by_input = members[0].transpose(0, 1).flatten(1)
-            return by_input.shape[1], by_input.square().sum(1)
+        if block.axis is not None:
+            by_place = members[0].movedim(block.axis, 0)
+            by_place = by_place.reshape(len(by_place), -1)
+            return by_place.shape[1], by_place.square().sum(1)
         return sum(weight.numel() for weight in members), total(weight.square().sum() for weight in members)
 
     def _integrated(self, count: int, square: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ class Hierarchical(Prior):
             count, square = self._squares(weights, block)
             value = (self.shape + 0.5 * count) / (self.rate + 0.5 * square)
             for name in block.names:
-                expected[name] = value.view(-1, *[1] * (weights[name].ndim - 2)) if block.columns else value
+                expected[name] = value if block.axis is None else _along(value, weights[name], block.axis)
         return expected
 
     def elementwise(self, name: str, weight: Tensor) -> Tensor:  # noqa: ARG002
@@ -156,3 +164,8 @@ class Hierarchical(Prior):
             noise = _normal((*leading, *weight.shape), generator, dtype)
             drawn[name] = (scales * noise).to(device=weight.device, dtype=weight.dtype)
         return drawn
+
+
+def _along(values: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Numbers of the places along one axis of a weight, to broadcast with it."""
+    return values.view(-1, *[1] * (weight.ndim - 1 - axis))
