@@ -31,6 +31,7 @@ NAMES = {
     "small-net-evidence": "small_nets",
     "two-moons-modes": "mode_hopping",
     "uci-hmc": "uci_hmc",
+    "defaults": "defaults",
 }
 """Name of each reproduction → the file it is in."""
 

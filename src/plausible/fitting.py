@@ -6,6 +6,7 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from plausible import engine
-from plausible.core import random
+from plausible.core import random, targets
 from plausible.core.data import ArrayData, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
 from plausible.core.networks import Where, check_inputs, choose_device
-from plausible.core.priors import Prior, as_prior
+from plausible.core.priors import Earlier, Prior, as_prior
 from plausible.core.weights import Weights
 from plausible.core.words import log
 from plausible.engine import Checkpoint, Options
@@ -28,6 +29,7 @@ from plausible.engine.method import Method
 from plausible.engine.ranks import Ranks
 from plausible.engine.running import show_result
 from plausible.methods import create
+from plausible.methods.automatic.auto import Auto
 from plausible.posteriors.base import Posterior, checked
 from plausible.posteriors.saving import load
 
@@ -37,7 +39,7 @@ __all__ = ["fit", "load"]
 def fit(
     network: nn.Module | Model,
     data: Any,
-    method: Method | str,
+    method: Method | str = "auto",
     *,
     likelihood: Likelihood | None = None,
     prior: Prior | Mapping[str, Prior] | None = None,
@@ -53,6 +55,7 @@ def fit(
     num_data: int | None = None,
     mask: Any = None,
     precision: Literal["float32", "bfloat16", "tf32"] | None = None,
+    time: float | str | None = None,
 ) -> Posterior:
     """p(w | D) ∝ p(D | w) p(w) for any network, by any method: module + data → `Posterior`.
 
@@ -60,10 +63,12 @@ def fit(
         network: a `torch.nn.Module`; never changed. A `Model` (say, a tempered one) is taken as it is.
         data: `(x, y)` or `(x, y, weights)` of tensors, arrays or frames (x may be a dict, tuple or nested), a `Dataset` or a
             `DataLoader`, which is streamed.
-        method: an instance such as `MAP(epochs=100)`, or a name such as "map" for its defaults.
+        method: an instance such as `MAP(epochs=100)`, or a name such as "map" for its defaults. "auto" chooses by rows, weights and
+            `time`: chains where all data fit into them, then ensembles, then a last layer; see docs/methods/auto.md.
         likelihood: outputs → distribution of targets. Inferred if None: integers `Categorical`, booleans `Bernoulli`, floats
-            `Gaussian` with learned noise.
-        prior: over all weights, or a mapping from name patterns to priors. Default `priors.Gaussian(scale=1.0)`.
+            `Gaussian` with learned noise (of "auto" `StudentT`), standardised inside unless the network was trained on them.
+        prior: over all weights, or a mapping from name patterns to priors. Default `priors.Default()`, N(0, 1/fan-in) for weights;
+            what is given is never rescaled.
         where: which weights are random: a name pattern or several, "last", or a predicate of the name (and the weight). The
             others are trained as points, or keep their values for methods that do not train.
         output: picks f(x) from what the network returns, for example `lambda o: o.logits`.
@@ -78,6 +83,7 @@ def fit(
         mask: boolean, shaped like y, True where the target was observed; or "nan" to leave out NaN targets.
         precision: "bfloat16" runs the forward pass of methods that allow it in mixed precision; "tf32" lets an NVIDIA GPU multiply
             float32 matrices with 10-bit mantissas while training (several times faster; predictions stay exact).
+        time: of "auto": about how long the fit may take, in seconds or as a text such as "5m"; about a minute if None.
 
     Under `torchrun` the members of an ensemble are split over the ranks, batches of other methods divided among them, and every
     rank returns the whole posterior; see docs/distributed.md.
@@ -86,6 +92,12 @@ def fit(
 
     """
     method = create(method)
+    if time is not None:
+        if not isinstance(method, Auto):
+            raise ValueError(
+                f"time= is for method='auto', which chooses by it; {type(method).__name__} runs as long as its settings say"
+            )
+        method = replace(method, time=time)
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     seed = operator.index(seed)
@@ -96,7 +108,9 @@ def fit(
         chosen_device = choose_device(module, team.device(device, module))
         # networks and methods may draw from torch's global generators: they are seeded for the run, and put back
         with torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
-            model, examples = model_and_examples(
+            if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
+                likelihood = init.likelihood  # targets in the units of the earlier fit
+            model, examples, method, choice = model_and_examples(
                 network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method
             )
             starts = None
@@ -122,6 +136,8 @@ def fit(
             if fitted.interrupted and fitted.draws is None and method.traits.keeps_draws:
                 raise KeyboardInterrupt(f"stopped before the first draw was kept{resume}")
             posterior = method.posterior(model, run, fitted)
+            if choice:
+                posterior.run["choice"] = choice
             show_result(method, examples, posterior, fitted, callbacks)
     if fitted.interrupted and not team.rank:  # the first one says it
         warnings.warn(
@@ -145,11 +161,11 @@ def model_and_examples(
     mask: Any,
     precision: str | None,
     method: Method,
-) -> tuple[Model, Data]:
-    """The two things that the engine runs on: the model, and the data in one of the forms that it reads.
+) -> tuple[Model, Data, Method, str]:
+    """What the engine runs on: the model, the data in one of the forms that it reads, the method, and why it was chosen.
 
     Everything that can be checked without training is checked here. A `Model` given as `network` is used as it is; otherwise one
-    is built, with the likelihood inferred from the targets and the default prior where none is given.
+    is built, with the likelihood inferred from the targets and the default prior where none is given. `Auto` is settled here.
     """
     module = network.network if isinstance(network, Model) else network
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
@@ -170,27 +186,51 @@ def model_and_examples(
             raise ValueError(f"the Model was made for {model.num_data} examples and data has {examples.num_data}")
         with torch.no_grad():
             check_inputs(model, example.x)
-    else:
-        if likelihood is None:
-            likelihood = infer(example.y)
-            kind = str(example.y.dtype).removeprefix("torch.")
-            log.info("likelihood: %s, inferred from targets of type %s", likelihood, kind)
-        if prior is None:
-            log.info("prior: Gaussian(scale=1.0) on every weight, the default")
-        model = Model.build(
+        examples = checked(model, examples)
+        if not isinstance(method, Auto):
+            return model, examples, method, ""
+        choice = method.choose(model, examples, fresh=True, likelihood=model.likelihood, prior=model.prior)
+        log.info("auto: %s", choice.reason)
+        return model, examples, choice.method, choice.reason
+
+    def build(law: Likelihood, belief: Prior, precision: torch.dtype | None) -> Model:
+        return Model.build(
             network,
-            likelihood,
-            as_prior(prior),
+            law,
+            belief,
             example,
             num_data=examples.num_data,
             where=where,
             output=output,
             device=device,
-            precision=_as_precision(precision, method),
+            precision=precision,
             # arrays are checked as a whole below; of a stream these few rows are all there is to look at now
             check_targets=not isinstance(examples, ArrayData),
         )
-    return model, checked(model, examples)
+
+    # a method that is chosen yet has no say in the precision
+    narrow = None if isinstance(method, Auto) else _as_precision(precision, method)
+    law, belief = infer(example.y) if likelihood is None else likelihood, as_prior(prior)
+    model = build(law, belief, narrow)
+    examples = checked(model, examples)
+    # targets may be in any unit, unless somebody has said what the outputs mean: by training the network, or by an earlier posterior
+    trained = model.likelihood.kind == "continuous" and targets.speaks(model, examples.chunks(256))
+    reason = ""
+    if isinstance(method, Auto):
+        choice = method.choose(model, examples, fresh=not trained, likelihood=likelihood, prior=prior)
+        method, law, belief, reason = choice.method, choice.likelihood or law, choice.prior or belief, choice.reason
+        narrow = _as_precision(precision, method)
+        log.info("auto: %s", reason)
+    if likelihood is None:
+        if not trained and not isinstance(belief, Earlier):
+            law = targets.in_their_units(law, targets.some(examples))
+        kind = str(example.y.dtype).removeprefix("torch.")
+        log.info("likelihood: %s, inferred from targets of type %s", law, kind)
+    if prior is None:
+        log.info("prior: %s, the default", belief)
+    if (law, belief, narrow) != (model.likelihood, model.prior, model.precision):
+        model = build(law, belief, narrow)
+    return model, examples, method, reason
 
 
 def _as_precision(precision: str | None, method: Method) -> torch.dtype | None:

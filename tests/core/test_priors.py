@@ -393,7 +393,7 @@ def test_a_weight_without_a_pattern() -> None:
 
 
 def test_conversion() -> None:
-    assert as_prior(None) == Gaussian(scale=1.0)
+    assert as_prior(None) == Default()
     assert as_prior(Laplace(0.1)) == Laplace(0.1)
     with pytest.raises(TypeError, match=r"did you mean Gaussian\(scale=0.5\)"):
         as_prior(0.5)  # type: ignore[arg-type]

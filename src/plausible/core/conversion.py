@@ -122,6 +122,20 @@ def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return narrow
 
 
+ROUGH = 1e-3  # the rounding error of targets, in their standard deviations, from which they keep their digits
+
+
+def _narrowed_unless_rough(target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Targets in the module's type, or as they are where that would round their spread away: 10⁸ ± 1, say."""
+    narrow = _narrowed(target, dtype, "y")
+    if narrow.dtype == target.dtype or target.device.type == "mps":
+        return narrow
+    there = target[torch.isfinite(target)]
+    if len(there) < 2 or float((there.to(dtype).to(target.dtype) - there).abs().max()) <= ROUGH * float(there.std()):
+        return narrow
+    return target
+
+
 def _check_finite(tensor: Tensor, name: str, mask: Tensor | None = None) -> None:
     if bool(torch.isfinite(tensor.sum())):  # a NaN or an infinity would be in the sum: nothing to look for
         return
@@ -142,7 +156,7 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if target.is_complex():
         raise TypeError(f"y must be real, got {target.dtype}; model its real and imaginary parts as two targets")
     if target.is_floating_point():
-        target = _narrowed(target, dtype, "y")
+        target = _narrowed_unless_rough(target, dtype)
     elif target.dtype not in (torch.bool, torch.int64):
         target = target.long()
     observed: Tensor | None = None

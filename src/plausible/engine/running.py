@@ -117,7 +117,8 @@ def _run_stage(
     plan = _plan(stage, data)
     if plan.holdout:
         data, held = data.split(plan.holdout, options.seed)
-        plan = _plan(stage, data)  # batches are counted over the rows that are left
+        # batches are counted over the rows that are left; what is decided by all of them stays
+        plan = replace(_plan(stage, data), holdout=plan.holdout, patience=plan.patience)
     model = replace(model, num_data=data.num_data)
     starts = None if before else options.starts  # a later stage starts where the one before ended
     run: Run[Any] = Run(data, options.seed, plan.steps, plan.per_epoch, None, before, starts, options.compile)

@@ -154,6 +154,11 @@ def _compiler() -> tuple[tuple[str, ...], str] | None:
     return None
 
 
+def buildable() -> bool:
+    """Whether there is a C++ compiler."""
+    return _compiler() is not None
+
+
 @functools.cache
 def _processor() -> str:
     try:

@@ -7,12 +7,14 @@ dataclasses: hashable, comparable, stored as JSON. `Earlier` is a Gaussian poste
 weights.
 """
 
-from plausible.core.priors.composed import FanIn, Patterns, as_prior
+from plausible.core.priors.composed import Default, FanIn, Patterns, as_prior
+from plausible.core.priors.defaults import from_weight_decay, neal
 from plausible.core.priors.earlier import Earlier
 from plausible.core.priors.hierarchical import Hierarchical
 from plausible.core.priors.rules import Flat, Gaussian, Horseshoe, Laplace, LogUniform, Prior, Rule, ScaleMixture, StudentT
 
 __all__ = [
+    "Default",
     "Earlier",
     "FanIn",
     "Flat",
@@ -27,4 +29,6 @@ __all__ = [
     "ScaleMixture",
     "StudentT",
     "as_prior",
+    "from_weight_decay",
+    "neal",
 ]

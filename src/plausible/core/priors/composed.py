@@ -7,7 +7,7 @@ import glob
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,28 @@ class FanIn(Prior):
         return {name: value / math.sqrt(_fan_in(name, like[name])) for name, value in drawn.items()}
 
 
+def _nobodys(scale: float) -> Prior:
+    return Patterns((("likelihood.*", Gaussian()), ("*", Gaussian(scale=scale))))
+
+
+@register
+@dataclass(frozen=True)
+class Default(FanIn):
+    """w = z/√n with z ~ N(0, 2²) and n the fan-in (1 for biases and norms), N(0, 1) for the log of a learned noise: nobody's choice.
+
+    What `fit` takes where no prior is given: wide enough for one network to follow what data say, since early stopping keeps it from
+    following their noise. It is a type of its own so that methods with an evidence know that its precisions are theirs to tune
+    (`Laplace`), which those of a prior that somebody gave are not.
+    """
+
+    prior: Prior = field(default_factory=lambda: _nobodys(2.0))
+
+    @classmethod
+    def narrow(cls) -> Default:
+        """With z ~ N(0, 1): where trainings begin that nothing stops early, and that the evidence widens later."""
+        return cls(_nobodys(1.0))
+
+
 class Leaf(NamedTuple):
     """A prior that is not made of others, the patterns that lead to it, and its weights: w·√factor follow it."""
 
@@ -212,9 +234,9 @@ def _hint(value: Any) -> str:
 
 
 def as_prior(prior: Prior | Mapping[str, Prior] | None) -> Prior:
-    """A prior as it is, a mapping from name patterns as `Patterns`, None as `Gaussian(scale=1.0)`."""
+    """A prior as it is, a mapping from name patterns as `Patterns`, None as `Default()`."""
     if prior is None:
-        return Gaussian(scale=1.0)
+        return Default()
     if isinstance(prior, Prior):
         return prior
     if isinstance(prior, Mapping):

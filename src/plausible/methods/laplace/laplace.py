@@ -16,12 +16,13 @@ from plausible.blocks.curvature.tuning import Tune
 from plausible.core.data import Data
 from plausible.core.model import Model
 from plausible.core.networks import choose, last_layer
+from plausible.core.priors import Default
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
 from plausible.core.words import log
 from plausible.engine.method import Fitted, Method, Run, Stage, Traits
 from plausible.methods.laplace import stages as parts
-from plausible.methods.laplace.mode import check_gaussian
+from plausible.methods.laplace.mode import all_gaussian, check_gaussian, tunable_noise
 from plausible.methods.points.map import MAP
 from plausible.posteriors.base import Posterior, record_of
 from plausible.posteriors.linearised import PREDICTIVES
@@ -39,16 +40,17 @@ class Laplace(Method):
     `structure` is what is kept of it, `where` which weights have a posterior: "all", "last", name patterns, or a number: so
     many elements with the largest variance. `predictive` "linearised" is exact for f(x; w*) + J(x)(w − w*); "probit" and
     "bridge" are closed forms for classes; "sampled" puts draws into the network. `tune` sets the precisions of a Gaussian
-    prior and the noise by the evidence, `rounds` times, with `online` epochs of `mode` or polishing in between. At most the
-    share `negligible` of what is known about any output is left out.
+    prior (one for all weights, one by "layer", one by "weight") and a learned noise by the evidence, `rounds` times, with `online`
+    epochs of `mode` or polishing in between; "auto" does so by layer where no prior was given, and sets the noise alone where one
+    was, which stays as it is. At most the share `negligible` of what is known about any output is left out.
     """
 
     structure: StructureName = "kron"
     where: Any = "all"
     curvature: CurvatureName = "ggn"
     predictive: Literal["linearised", "probit", "bridge", "sampled"] = "linearised"
-    mode: Method | None = field(default_factory=MAP)
-    tune: Tune | None = None
+    mode: Method | None = field(default_factory=lambda: MAP(patience=None))
+    tune: Tune | Literal["auto"] | None = "auto"
     rounds: int = 3
     online: int = 0
     polish: int | None = None
@@ -71,7 +73,7 @@ class Laplace(Method):
             ("curvature", CURVATURES),
             ("predictive", PREDICTIVES),
             ("sharing", ("expand", "reduce")),
-            ("tune", (None, "global", "layer", "weight")),
+            ("tune", ("auto", None, "global", "layer", "weight")),
         ):
             if getattr(self, name) not in known:
                 allowed = ", ".join(map(repr, known))
@@ -130,8 +132,8 @@ class Laplace(Method):
     @property
     def holdout(self) -> float:
         """The share of the data that the training sets aside; the curvature is that of the others."""
-        stops_early = self.mode is not None and getattr(self.mode, "patience", None) is not None
-        return self.mode.holdout if stops_early else 0.0  # type: ignore[union-attr]
+        # for any number of rows; the share itself may depend on how many there are
+        return 0.0 if self.mode is None else self.mode.plan(1000).holdout
 
     def iterations(self, model: Model) -> int:
         """How many iterations polishing takes at most."""
@@ -140,6 +142,21 @@ class Laplace(Method):
         # fewer where a pass over the data takes long
         work = model.num_data * num_elements(model.initial)
         return 1000 if work < 10**6 else 100 if work < 10**8 else 20
+
+    def beginning(self, model: Model) -> Model:
+        """The model before anything is tuned; under a prior that will be, a narrow one, or the noise would collapse before."""
+        if self.mode is None or self.tune != "auto" or model.temperature != 1 or not isinstance(model.prior, Default):
+            return model
+        return model.with_settings(prior=Default.narrow())
+
+    def tuning(self, model: Model, names: Sequence[str]) -> tuple[Tune | None, bool]:
+        """How precisions are shared that are set by the evidence (None: they stay), and whether anything is set at all."""
+        if self.tune != "auto":
+            return self.tune, self.tune is not None
+        # a tempered model has no evidence, and other priors have no precision
+        possible = model.temperature == 1 and all_gaussian(model.restricted(names))
+        how: Tune | None = "layer" if isinstance(model.prior, Default) else None
+        return how, possible and (how is not None or tunable_noise(model))
 
     def climbs(self, model: Model, names: Sequence[str]) -> bool:
         """Whether settling goes by Gauss-Newton steps: the curvature is dense, and small enough to be solved at every step."""
@@ -158,7 +175,7 @@ class Laplace(Method):
     def check(self, model: Model, data: Data) -> None:
         """Refuse before the training what could not be done after it, and what would not fit into memory."""
         names = self.names(model, data)
-        if self.tune is not None:
+        if self.tune not in (None, "auto"):
             check_gaussian(model.restricted(names))
             if model.temperature != 1:
                 raise ValueError("Laplace: tune needs the evidence, which a tempered model does not have; leave tune=None")

@@ -242,6 +242,11 @@ def check_gaussian(model: Model) -> None:
             )
 
 
+def all_gaussian(model: Model) -> bool:
+    """Whether every random weight of the network has a Gaussian prior."""
+    return all(n.startswith("likelihood.") or gaussian_rule(model.prior, n) for n in model.random)
+
+
 def prior_precision(model: Model, weights: Weights, names: tuple[str, ...], structure: str) -> Weights:
     """−∂² log p(w)/∂w² of each element; a 0-d tensor where all elements of a weight have the same.
 

@@ -29,6 +29,7 @@ from plausible.methods.laplace.mode import (
 )
 
 if TYPE_CHECKING:
+    from plausible.blocks.curvature.tuning import Tune
     from plausible.methods.laplace.laplace import Laplace
 
 
@@ -56,6 +57,18 @@ class GivenState(NamedTuple):
     buffers: Weights
 
 
+class TrainingTask(NamedTuple):
+    """The model under the prior of the stage, and what the training's own `prepare` found out."""
+
+    model: Model
+    inner: Any
+
+
+def inner(run: Run[TrainingTask]) -> Run[Any]:
+    """The run as the training sees it."""
+    return replace(run, prepared=run.prepared.inner)
+
+
 @dataclass(frozen=True)
 class Training(Stage):
     """To a mode by stochastic gradients, or no step at all where the weights are given.
@@ -77,15 +90,17 @@ class Training(Stage):
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
         self.method.check(model, run.data)
-        return None if self.method.mode is None else self.method.mode.prepare(model, run)
+        model = self.method.beginning(model)
+        return TrainingTask(model, None if self.method.mode is None else self.method.mode.prepare(model, run))
 
-    def start(self, model: Model, run: Run[Any], key: Tensor) -> Any:
+    def start(self, model: Model, run: Run[TrainingTask], key: Tensor) -> Any:
         if self.method.mode is None:
             return GivenState(dict(model.initial), dict(model.buffers))
-        return self.method.mode.start(model, run, key)
+        return self.method.mode.start(run.prepared.model, inner(run), key)
 
-    def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
-        return (state, {}) if self.method.mode is None else self.method.mode.step(model, run, state, batch)
+    def step(self, model: Model, run: Run[TrainingTask], state: Any, batch: Batch) -> tuple[Any, Info]:
+        mode = self.method.mode
+        return (state, {}) if mode is None else mode.step(run.prepared.model, inner(run), state, batch)
 
     def finished(self, state: Any) -> bool:
         return self.method.mode is None
@@ -111,7 +126,7 @@ class AfterTraining(Stage):
     def model(self, model: Model, run: Run[Any]) -> Model:
         """The model under the precisions that were tuned so far."""
         tau = below(TAU, run.before)
-        return with_precision(model, tau, self.method.names(model, run.data)) if tau else model
+        return with_precision(model, tau, self.method.names(model, run.data)) if tau else self.method.beginning(model)
 
     def weights(self, model: Model, run: Run[Any]) -> Weights:
         """All weights and buffers, as the stage before left them."""
@@ -352,7 +367,7 @@ def restored(method: Laplace, model: Model, run: Run[Any], tensors: Mapping[str,
     """The mode that `AddingUp` left, under the prior that it was found with."""
     names = method.names(model, run.data)
     tau = {n.removeprefix("tau."): v for n, v in tensors.items() if n.startswith("tau.")}
-    tuned = with_precision(model, tau, names) if tau else model
+    tuned = with_precision(model, tau, names) if tau else method.beginning(model)
     mode = {n: v for n, v in tensors.items() if not n.startswith("tau.")}
     return Mode.restored(method, tuned, run.data, names, mode)
 
@@ -367,19 +382,25 @@ class TuningState(NamedTuple):
 class Tuning(AfterTraining):
     """The precisions of the prior, and the noise, that maximise the evidence at the last mode."""
 
+    def prepare(self, model: Model, run: Run[Any]) -> tuple[Tune | None, bool]:
+        return self.method.tuning(model, self.method.names(model, run.data))
+
     def start(self, model: Model, run: Run[Any], key: Tensor) -> TuningState:
         names = self.method.names(model, run.data)
         like = below(f"{NOW}precision.", run.before)
-        shaped = self.method.tune == "weight"
+        how, active = run.prepared
+        shaped = how == "weight"
         # the shapes of what will come, into which a checkpoint restores
         precision = {n: torch.zeros_like(model.initial[n] if shaped else like[n]) for n in names}
         weights = {name: value.clone() for name, value in self.weights(model, run).items()}
+        if not active:  # "auto" found nothing to set
+            return TuningState({}, weights, torch.ones((), dtype=torch.bool))
         return TuningState(precision, weights, torch.tensor(self.ended(run)))
 
     def step(self, model: Model, run: Run[Any], state: TuningState, batch: Batch) -> tuple[TuningState, Info]:
         now = restored(self.method, model, run, below(NOW, run.before))
         try:
-            precision, weights = now.tuned(self.method.tune)
+            precision, weights = now.tuned(run.prepared[0])
         except ValueError as error:
             log.warning("tuning ended early: %s", error)
             return state._replace(precision={}, over=torch.ones_like(state.over)), {}
@@ -393,13 +414,6 @@ class Tuning(AfterTraining):
         if self.ended(run) or not state.precision or not bool(state.over):
             return {**run.before, ENDED: torch.ones(1, dtype=torch.bool)}
         return {**run.before, **named("", state.weights), **named(TAU, state.precision)}
-
-
-class OnlineTask(NamedTuple):
-    """The model under its present prior, and what the training's own `prepare` found out."""
-
-    model: Model
-    inner: Any
 
 
 @dataclass(frozen=True)
@@ -419,24 +433,20 @@ class Online(AfterTraining):
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return self.mode.plan(num_data, per_epoch)
 
-    def prepare(self, model: Model, run: Run[Any]) -> OnlineTask:
+    def prepare(self, model: Model, run: Run[Any]) -> TrainingTask:
         tuned = self.model(model, run).starting_at(self.weights(model, run))
-        return OnlineTask(tuned, self.mode.prepare(tuned, run))
+        return TrainingTask(tuned, self.mode.prepare(tuned, run))
 
-    def _inner(self, run: Run[OnlineTask]) -> Run[Any]:
-        """The run as the training sees it."""
-        return replace(run, prepared=run.prepared.inner)
+    def start(self, model: Model, run: Run[TrainingTask], key: Tensor) -> Any:
+        return self.mode.start(run.prepared.model, inner(run), key)
 
-    def start(self, model: Model, run: Run[OnlineTask], key: Tensor) -> Any:
-        return self.mode.start(run.prepared.model, self._inner(run), key)
+    def step(self, model: Model, run: Run[TrainingTask], state: Any, batch: Batch) -> tuple[Any, Info]:
+        return self.mode.step(run.prepared.model, inner(run), state, batch)
 
-    def step(self, model: Model, run: Run[OnlineTask], state: Any, batch: Batch) -> tuple[Any, Info]:
-        return self.mode.step(run.prepared.model, self._inner(run), state, batch)
-
-    def kept(self, model: Model, run: Run[OnlineTask], state: Any) -> Weights:
+    def kept(self, model: Model, run: Run[TrainingTask], state: Any) -> Weights:
         if self.ended(run):
             return run.before
         # training moves the noise too, which was tuned to another value
         noise = {name: run.before[name] for name in self.held(model, run)}
-        moved = index(self.mode.kept(run.prepared.model, self._inner(run), state), slice(0, 1))
+        moved = index(self.mode.kept(run.prepared.model, inner(run), state), slice(0, 1))
         return {**run.before, **moved, **noise}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
 
 
+PATIENCE = 20
+"""Epochs without a better held-out log-likelihood; on small data, whose epochs are a step or two, as many as this many steps take."""
+PATIENT_STEPS = 200
+LEAST_ROWS = 8  # of fewer nothing can be spared
+
+
 class MAPState(NamedTuple):
     weights: Weights
     buffers: Weights
@@ -38,18 +44,20 @@ class MAP(Method):
     The point of highest posterior density, found by stochastic gradients of −log p(w, D)/N.
 
     One draw, no epistemic uncertainty. The prior does the regularising; `optimiser=AdamW(weight_decay=…)` adds decoupled decay
-    on top. `epochs` None means 200, and on small data as many as 2,000 steps take. With `patience` a fraction `holdout` of the
-    data is set aside, and training stops after so many epochs without a better held-out log-likelihood. `adversarial` ε > 0
-    adds to each batch its copy moved by ε of each input's range to where it is least likely. Cost: one forward and one
-    backward pass a step, three with `adversarial`.
+    on top. With `patience` a part `holdout` of the data is set aside (None: a tenth, more where that is fewer than 20 rows, a
+    quarter at most), and training stops after so many epochs without a better held-out log-likelihood: without it a learned noise
+    shrinks on small data until intervals are far too narrow. `epochs` None means 200, and on small data as many as 2,000 steps
+    take, stopped early: "auto" is then a patience of 20 epochs, of 200 steps at least, and none where `epochs` are given.
+    `adversarial` ε > 0 adds to each batch its copy moved by ε of each input's range to where it is least likely. Cost: one
+    forward and one backward pass a step, three with `adversarial`.
     """
 
     epochs: int | None = None
     batch_size: BatchSize = "auto"
-    lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3))
+    lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3, warmup=0.02))
     optimiser: Optimiser = field(default_factory=AdamW)
-    patience: int | None = None
-    holdout: float = 0.1
+    patience: int | Literal["auto"] | None = "auto"
+    holdout: float | None = None
     adversarial: float = 0.0
 
     name: ClassVar[str] = "map"
@@ -63,16 +71,24 @@ class MAP(Method):
                 f"MAP: optimiser must be one of plausible.optimisers, such as AdamW() or SGD(), got {self.optimiser!r}"
             )
         whole = isinstance(self.patience, int) and not isinstance(self.patience, bool)
-        if self.patience is not None and not (whole and self.patience >= 1):
-            raise ValueError(f"MAP: patience must be a whole number of epochs of at least 1, or None, got {self.patience!r}")
-        if not 0 < self.holdout < 1:
+        if self.patience not in (None, "auto") and not (whole and self.patience >= 1):  # type: ignore[operator]
+            raise ValueError(
+                f"MAP: patience must be a whole number of epochs of at least 1, 'auto' or None, got {self.patience!r}"
+            )
+        if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"MAP: holdout must lie between 0 and 1, got {self.holdout}")
         check_number(self, "adversarial", at_least=0)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        patience = self.patience
+        if patience == "auto":  # a loader, which decides `per_epoch`, need not have rows that could be set aside
+            patience = PATIENCE if self.epochs is None and per_epoch is None and num_data >= LEAST_ROWS else None
         # rows are set aside only where something is decided by them
-        holdout = 0.0 if self.patience is None else self.holdout
-        return plan_epochs(self, num_data, per_epoch, patience=self.patience, holdout=holdout)
+        held = (min(0.25, max(0.1, 20 / num_data)) if self.holdout is None else self.holdout) if patience else 0.0
+        plan = plan_epochs(self, num_data, per_epoch, patience=patience, holdout=held)
+        if patience and self.patience == "auto":
+            return replace(plan, patience=max(PATIENCE, -(-PATIENT_STEPS // plan.per_epoch)))
+        return plan
 
     def prepare(self, model: Model, run: Run[Any]) -> Tensor | None:
         return self.adversarial * input_range(run.data) if self.adversarial else None

@@ -1,0 +1,1 @@
+"""A method that chooses a method."""
