@@ -1,9 +1,9 @@
-"""Every method at its defaults, and the method that is chosen, on small public tables beside linear models, Gaussian processes and trees.
+"""Every method at its defaults, and the chosen one, on small public tables beside linear models, Gaussian processes and trees.
 
-Inputs are standardised by the training rows; targets are given to every method in the units of the file. Our methods get one hidden
-layer of 50 tanh units and nothing else. Scores are those of the test rows: negative log-likelihood and CRPS in standard deviations of the
-training targets (classes: nats and Brier scores), coverage of central 90 % intervals, seconds of fit and prediction. Splits of UCI's
-sets are the published ones, others random with a fifth of the rows for the test.
+Inputs are standardised by the training rows; targets are given to every method in the units of the file. Our methods get one
+hidden layer of 50 tanh units and nothing else. Scores are those of the test rows: negative log-likelihood and CRPS in standard
+deviations of the training targets (classes: nats and Brier scores), coverage of central 90 % intervals, seconds of fit and
+prediction. Splits of UCI's sets are the published ones, others random with a fifth of the rows for the test.
 
 What our defaults are was decided on the sets of `CHOSEN_ON` alone. The others are scored once, for the page.
 """

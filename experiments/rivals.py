@@ -1,7 +1,8 @@
 """What the defaults are measured beside: a constant, linear models, Gaussian processes, trees and networks of scikit-learn.
 
-Regressions give means and standard deviations of Gaussians for standardised targets; the noise of those that have none of their own is the
-root mean square of cross-validated errors. Classifiers give probabilities. All run at scikit-learn's defaults, except where it is said.
+Regressions give means and standard deviations of Gaussians for standardised targets; the noise of those that have none of their
+own is the root mean square of cross-validated errors. Classifiers give probabilities. All run at scikit-learn's defaults, except
+where it is said.
 """
 
 from __future__ import annotations

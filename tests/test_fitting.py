@@ -87,8 +87,8 @@ def test_the_likelihood_is_inferred_and_said_once(
     assert [line for line in lines if "likelihood" in line] == [
         f"likelihood: {posterior.likelihood}, inferred from targets of type {kind}"
     ]
-    assert [line for line in lines if "prior" in line] == ["prior: Gaussian(scale=1.0) on every weight, the default"]
-    assert posterior.model.prior == priors.Gaussian(scale=1.0)
+    assert [line for line in lines if "prior" in line] == ["prior: Default(), the default"]
+    assert posterior.model.prior == priors.Default()
 
 
 def test_what_is_given_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +210,7 @@ def bare(outputs: int = 1) -> nn.Linear:
 
 def test_example_weights_in_a_run() -> None:
     weight = torch.rand(N, generator=torch.Generator().manual_seed(2)) * 3
-    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5)}
+    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5), "prior": priors.Gaussian()}
     found = fit(bare(), (X, Y, weight), CONVERGED, **settings).weights()["weight"][0]
     torch.testing.assert_close(found, ridge(X, Y, weight), atol=2e-3, rtol=0)
     assert float((ridge(X, Y, weight) - ridge(X, Y, torch.ones(N))).abs().max()) > 0.02
@@ -241,7 +241,8 @@ def test_masked_targets_in_a_run(kind: str) -> None:
     if kind == "loader":
         data = DataLoader(TensorDataset(X, hidden), batch_size=N)
         method = pl.MAP(epochs=400, lr=Cosine(0.1))
-    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5), "mask": mask.numpy() if kind == "boolean" else "nan"}
+    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5), "prior": priors.Gaussian()}
+    settings["mask"] = mask.numpy() if kind == "boolean" else "nan"
     found = fit(bare(2), data, method, **settings).weights()["weight"][0]
     for k in range(2):
         expected = ridge(X, y[:, k : k + 1], mask[:, k].float())
@@ -299,7 +300,7 @@ def model_of(network: nn.Module, **settings: Any) -> pl.Model:
 
 def test_a_model_is_taken_as_it_is() -> None:
     network = mlp()
-    assert same(fit(model_of(network), (X, Y)), fit(network, (X, Y)))
+    assert same(fit(model_of(network), (X, Y)), fit(network, (X, Y), prior=priors.Gaussian()))
     last = fit(model_of(network, where="last"), (X, Y))
     assert list(last.weights()) == ["2.weight", "2.bias", "likelihood.log_scale"]
     model = model_of(network)
@@ -357,7 +358,7 @@ def test_going_on_from_a_point() -> None:
 
 
 def test_going_on_from_the_mode_keeps_it() -> None:
-    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5)}
+    settings: dict[str, Any] = {"likelihood": likelihoods.Gaussian(0.5), "prior": priors.Gaussian()}
     there = fit(bare(), (X, Y), CONVERGED, **settings)
     again = fit(bare(), (X, Y), pl.MAP(epochs=20, batch_size=None, lr=Cosine(1e-3)), init=there, **settings)
     torch.testing.assert_close(again.weights()["weight"][0], ridge(X, Y, torch.ones(N)), atol=5e-3, rtol=0)

@@ -26,7 +26,7 @@ from plausible.engine import Checkpoint, Options
 from plausible.engine.checkpoint import identity
 from plausible.engine.data_parallel import assemble
 from plausible.engine.method import Method
-from plausible.engine.ranks import Ranks
+from plausible.engine.ranks import Ranks, Team
 from plausible.engine.running import show_result
 from plausible.methods import create
 from plausible.methods.automatic.auto import Auto
@@ -111,7 +111,7 @@ def fit(
             if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
                 likelihood = init.likelihood  # targets in the units of the earlier fit
             model, examples, method, choice = model_and_examples(
-                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method
+                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method, team
             )
             starts = None
             if init is not None:
@@ -161,12 +161,16 @@ def model_and_examples(
     mask: Any,
     precision: str | None,
     method: Method,
+    team: Team | None = None,
+    any_unit: bool = True,
 ) -> tuple[Model, Data, Method, str]:
     """What the engine runs on: the model, the data in one of the forms that it reads, the method, and why it was chosen.
 
     Everything that can be checked without training is checked here. A `Model` given as `network` is used as it is; otherwise one
     is built, with the likelihood inferred from the targets and the default prior where none is given. `Auto` is settled here.
+    Without `any_unit` the network speaks in that of the targets, whatever they look like.
     """
+    team = team or Team()
     module = network.network if isinstance(network, Model) else network
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if first is None else first.dtype
@@ -213,17 +217,21 @@ def model_and_examples(
     law, belief = infer(example.y) if likelihood is None else likelihood, as_prior(prior)
     model = build(law, belief, narrow)
     examples = checked(model, examples)
-    # targets may be in any unit, unless somebody has said what the outputs mean: by training the network, or by an earlier posterior
-    trained = model.likelihood.kind == "continuous" and targets.speaks(model, examples.chunks(256))
+    seen: targets.Look | None = None
+    if isinstance(method, Auto) or (any_unit and likelihood is None and law.kind == "continuous"):
+        # a method without a training of its own takes the weights as they are, and with them the units that the network speaks in
+        seen = team.first(targets.look(model, examples, given=getattr(method, "mode", method) is None))
     reason = ""
     if isinstance(method, Auto):
-        choice = method.choose(model, examples, fresh=not trained, likelihood=likelihood, prior=prior)
+        given = None if prior is None else belief
+        choice = method.choose(model, examples, fresh=not (seen and seen.trained), likelihood=likelihood, prior=given)
         method, law, belief, reason = choice.method, choice.likelihood or law, choice.prior or belief, choice.reason
         narrow = _as_precision(precision, method)
         log.info("auto: %s", reason)
     if likelihood is None:
-        if not trained and not isinstance(belief, Earlier):
-            law = targets.in_their_units(law, targets.some(examples))
+        # targets may be in any unit, unless somebody has said what outputs mean: by training, or by an earlier posterior
+        if seen is not None and not seen.trained and not isinstance(belief, Earlier):
+            law = targets.in_their_units(law, seen)
         kind = str(example.y.dtype).removeprefix("torch.")
         log.info("likelihood: %s, inferred from targets of type %s", law, kind)
     if prior is None:

@@ -149,7 +149,7 @@ def test_weights_and_a_learned_noise_arrive_at_one_mode() -> None:
     from plausible.blocks.curvature.products import log_joint_gradient
     from plausible.core.data import as_data
 
-    posterior = _linear(4, noise="learned")
+    posterior = _linear(4, noise="learned", method=pl.Laplace(structure="full", mode=MODE, tune=None))
     data = as_data((X, Y), dtype=torch.float64, device=torch.device("cpu"))
     _, slope = log_joint_gradient(posterior.model, {**posterior.means, **posterior.points}, data)
     assert max(float(value.abs().max()) for value in slope.values()) < 1e-2

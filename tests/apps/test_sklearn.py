@@ -150,7 +150,8 @@ def test_linear_gaussian_posterior_in_original_units() -> None:
 
     def fitted(method: pl.Method) -> BayesianRegressor:
         likelihood = pl.likelihoods.Gaussian(noise)
-        return BayesianRegressor(method, hidden=(), likelihood=likelihood, random_state=0).fit(X, y)
+        prior = pl.priors.Gaussian()
+        return BayesianRegressor(method, hidden=(), likelihood=likelihood, prior=prior, random_state=0).fit(X, y)
 
     point, std = fitted(pl.MAP(epochs=400, lr=pl.schedules.Cosine(0.1))).predict(X, return_std=True)
     assert np.allclose(point, mean, atol=0.01)

@@ -340,7 +340,8 @@ def test_several_types_and_weights_without_gradient(kind: Any, caplog: pytest.Lo
     for part in ("weights", "momentum", "curvature"):
         assert {n: v.dtype for n, v in getattr(new, part).items()} == {n: v.dtype for n, v in getattr(state, part).items()}
     with caplog.at_level(logging.WARNING, "plausible"):
-        posterior = pl.fit(Mixed(), (x, x[:, :1].double()), method, likelihood=likelihoods.Gaussian(scale=0.5), **QUIET)
+        law: dict[str, Any] = {"likelihood": likelihoods.Gaussian(scale=0.5), "prior": pl.priors.Gaussian()}
+        posterior = pl.fit(Mixed(), (x, x[:, :1].double()), method, **law, **QUIET)
     assert "do not influence the output" in caplog.text
     assert "frozen" not in posterior.means
     torch.testing.assert_close(posterior.scales["unused"], torch.ones(3), rtol=1e-2, atol=0)  # its prior

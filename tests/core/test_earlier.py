@@ -73,7 +73,9 @@ def tasks(count: int = 2, rows: int = 30) -> list[tuple[Tensor, Tensor]]:
     return [(a, a[:, :2] * k + a[:, 2:] + 0.5 + n) for k, (a, n) in enumerate(zip(x, noise), 1)]
 
 
-FIT: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(0.3), "compile": False, "progress": False}
+QUIET: dict[str, Any] = {"compile": False, "progress": False}
+KNOWN: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(0.3)}
+FIT: dict[str, Any] = {**KNOWN, **QUIET, "prior": Gaussian()}
 TRAINED = pl.MAP(epochs=800, batch_size=None, lr=pl.schedules.Cosine(0.1))
 
 
@@ -128,7 +130,7 @@ def test_the_density_is_that_of_the_gaussian() -> None:
 def test_two_tasks_in_turn_are_both_together() -> None:
     """p(w | D₁, D₂) ∝ p(D₂ | w) p(w | D₁): the mode after the second task is that of all data, with nothing kept of the first."""
     one, two = tasks()
-    posterior = pl.fit(net(), two, TRAINED, prior=Earlier(joint([one])), **FIT)
+    posterior = pl.fit(net(), two, TRAINED, prior=Earlier(joint([one])), **KNOWN, **QUIET)
     truth = exact([one, two])[0]
     torch.testing.assert_close(posterior.weights()["weight"][0], truth[:, :3], rtol=0, atol=1e-4)
     torch.testing.assert_close(posterior.weights()["bias"][0], truth[:, 3], rtol=0, atol=1e-4)
@@ -155,7 +157,7 @@ def test_variational_posteriors_carry_on(field: LawPosterior) -> None:
     """The optimum for the second task: Λ = XᵀX/σ² + diag(1/σ₁²) has the mean, and 1/√Λ_ii are the scales."""
     x, y = tasks()[1]
     method = pl.MeanField(epochs=1000, lr=pl.schedules.Cosine(0.02), batch_size=None)
-    second: Any = pl.fit(net(), (x, y), method, prior=Earlier(field), init=field, **FIT)
+    second: Any = pl.fit(net(), (x, y), method, prior=Earlier(field), init=field, **KNOWN, **QUIET)
     inputs = torch.cat([x, torch.ones_like(x[:, :1])], 1)
     for row in range(2):
         mean, scale = (torch.cat([p["weight"][row], p["bias"][row : row + 1]]) for p in (field.means, field.scales))
@@ -191,7 +193,7 @@ def test_draws_follow_the_posterior(kind: str, field: LawPosterior) -> None:
 
 def test_other_weights_keep_the_prior_they_had() -> None:
     one, two = tasks()
-    fitted = pl.fit(net(), one, pl.MeanField(epochs=2), where="weight", prior=Gaussian(0.5), **FIT)
+    fitted = pl.fit(net(), one, pl.MeanField(epochs=2), where="weight", prior=Gaussian(0.5), **KNOWN, **QUIET)
     prior = Earlier(fitted)
     weights = {"weight": fitted.means["weight"], "bias": torch.full((2,), 0.7, dtype=torch.float64)}  # type: ignore[attr-defined]
     own = prior.log_prob({"weight": weights["weight"]})
@@ -202,7 +204,7 @@ def test_other_weights_keep_the_prior_they_had() -> None:
     assert prior.rule("weight") is prior
     assert prior.proper
     assert not Earlier(fitted, rest=pl.priors.Flat()).proper
-    again = pl.fit(net(), two, pl.MAP(epochs=2), prior=prior, **FIT)
+    again = pl.fit(net(), two, pl.MAP(epochs=2), prior=prior, **KNOWN, **QUIET)
     assert set(again.weights()) == {"weight", "bias"}
 
 
@@ -236,7 +238,7 @@ def test_weights_without_spread_are_refused(field: LawPosterior) -> None:
 
 def test_a_saved_posterior_wants_its_prior_again(field: LawPosterior, tmp_path: Path) -> None:
     one, two = tasks()
-    second = pl.fit(net(), two, pl.MeanField(epochs=3), prior=Earlier(field), **FIT)
+    second = pl.fit(net(), two, pl.MeanField(epochs=3), prior=Earlier(field), **KNOWN, **QUIET)
     field.save(tmp_path / "first")
     second.save(tmp_path / "second")
     with pytest.raises(ValueError, match=r"the prior Earlier\(\w+\) .*not in the file: pass prior= again"):
@@ -250,11 +252,11 @@ def test_a_saved_posterior_wants_its_prior_again(field: LawPosterior, tmp_path: 
 def test_a_checkpoint_knows_the_earlier_posterior(field: LawPosterior, tmp_path: Path) -> None:
     _, two = tasks()
     place = pl.Checkpoint(tmp_path / "checkpoint", steps=1)
-    pl.fit(net(), two, pl.MAP(epochs=2), prior=Earlier(field), checkpoint=place, **FIT)
+    pl.fit(net(), two, pl.MAP(epochs=2), prior=Earlier(field), checkpoint=place, **KNOWN, **QUIET)
     other = pl.fit(net(), two, pl.MeanField(epochs=2), **FIT)
     assert encode(Earlier(field), strict=False) == encode(Earlier(field), strict=False)
     with pytest.raises(ValueError, match="prior"):
-        pl.fit(net(), two, pl.MAP(epochs=2), prior=Earlier(other), checkpoint=place, **FIT)
+        pl.fit(net(), two, pl.MAP(epochs=2), prior=Earlier(other), checkpoint=place, **KNOWN, **QUIET)
 
 
 # With Laplace
@@ -262,7 +264,7 @@ def test_a_checkpoint_knows_the_earlier_posterior(field: LawPosterior, tmp_path:
 
 def laplace(structure: str, data: tuple[Tensor, Tensor], prior: Any = None, **settings: Any) -> Any:
     method = pl.Laplace(structure=structure, mode=pl.MAP(epochs=100, batch_size=None, lr=0.05), **settings)  # type: ignore[arg-type]
-    return pl.fit(net(), data, method, prior=prior, **FIT)
+    return pl.fit(net(), data, method, prior=prior, **KNOWN, **QUIET)
 
 
 @pytest.mark.parametrize("structure", ["full", "block", "kron", "ekfac", "lowrank"])
@@ -294,7 +296,7 @@ def test_diagonals_add_up_weight_by_weight() -> None:
     alone = laplace("diag", two)
     for name, scale in second.scales.items():
         torch.testing.assert_close(scale**-2, first.scales[name] ** -2 + alone.scales[name] ** -2 - 1.0)
-    third = pl.fit(net(), two, pl.MeanField(epochs=2), prior=prior, **FIT)
+    third = pl.fit(net(), two, pl.MeanField(epochs=2), prior=prior, **KNOWN, **QUIET)
     assert third.kl() > 0  # type: ignore[attr-defined]
 
 

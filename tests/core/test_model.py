@@ -107,7 +107,7 @@ def test_a_learned_noise_is_a_weight_with_a_prior() -> None:
     weights = {**model.initial, "likelihood.log_scale": torch.tensor(0.3, dtype=torch.float64)}
     less = {name: w for name, w in weights.items() if not name.startswith("likelihood.")}
     torch.testing.assert_close(
-        model.log_prior(weights) - priors.Gaussian().log_prob(less),
+        model.log_prior(weights) - priors.Default().log_prob(less),
         torch.distributions.Normal(0.0, 1.0).log_prob(torch.tensor(0.3, dtype=torch.float64)),
     )
     expected = torch.distributions.Normal(network(x), math.exp(0.3)).log_prob(y).squeeze(1)
@@ -499,7 +499,8 @@ def two_weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def chains(network: nn.Module, data: Any, lr: float, members: int = 1000, steps: int = 100, **settings: Any) -> Any:
     """The last states of many independent SGLD chains: independent draws of the stationary law."""
     method = pl.SGLD(epochs=steps, batch_size=None, lr=lr, burn_in=1 - 1 / steps, thin=1)
-    settings = {"likelihood": likelihoods.Gaussian(scale=1.0), "compile": False, "progress": False, **settings}
+    model = {"likelihood": likelihoods.Gaussian(scale=1.0), "prior": priors.Gaussian()}
+    settings = {**model, "compile": False, "progress": False, **settings}
     return pl.fit(network, data, pl.Ensemble(method, members=members, init="given"), **settings)
 
 

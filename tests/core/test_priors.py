@@ -15,6 +15,7 @@ from scipy import integrate, special, stats
 from torch import Tensor
 
 from plausible.core.priors import (
+    Default,
     FanIn,
     Flat,
     Gaussian,
@@ -394,6 +395,7 @@ def test_a_weight_without_a_pattern() -> None:
 
 def test_conversion() -> None:
     assert as_prior(None) == Default()
+    assert repr(as_prior(None)) == "Default()"
     assert as_prior(Laplace(0.1)) == Laplace(0.1)
     with pytest.raises(TypeError, match=r"did you mean Gaussian\(scale=0.5\)"):
         as_prior(0.5)  # type: ignore[arg-type]

@@ -255,8 +255,8 @@ def test_a_subnetwork_of_all_weights_is_the_full_covariance() -> None:
 
 
 def test_a_subnetwork_has_the_widest_weights() -> None:
-    diagonal = fitted(pl.Laplace(structure="diag", mode=TO_MODE))
-    some = fitted(pl.Laplace(where=10, mode=TO_MODE))
+    diagonal = fitted(pl.Laplace(structure="diag", mode=TO_MODE), prior=priors.Gaussian())
+    some = fitted(pl.Laplace(where=10, mode=TO_MODE), prior=priors.Gaussian())
     flat = torch.cat([diagonal.scales[n].flatten() for n in diagonal.scales])
     kept = torch.cat([some.scales[n].flatten() > 0 for n in diagonal.scales])
     assert int(kept.sum()) == 10
@@ -299,7 +299,7 @@ def test_many_classes_need_no_covariances(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tuned_precisions_are_where_the_evidence_is_level(tune: Any, structure: Any) -> None:
     """∂ log p(D)/∂ log τ = 0 at the same mode, for each group of weights that shares a precision."""
     # from afar: weights that training has brought next to 0 have precisions that the fixed point takes long to find
-    posterior = fitted(pl.Laplace(structure=structure, tune=tune, mode=LONG), untrained)
+    posterior = fitted(pl.Laplace(structure=structure, tune=tune, mode=LONG), untrained, prior=priors.Gaussian())
     one = torch.ones(())
     tuned = tuning.tune(posterior.curvature, posterior.means, posterior.precision, one, tune, iterations=2000, tolerance=1e-7)
     logs = {n: v.double().log().requires_grad_() for n, v in tuned.precision.items()}
@@ -329,9 +329,9 @@ def test_noise_and_precision_of_a_linear_model_are_the_best_there_are() -> None:
     """The maximum over both of log N(y; 0, σ²I + s²xxᵀ), found on a grid."""
     problem = LinearGaussian(num_data=60, noise=0.4, scale=2.0)
     x, y, _ = problem.data()
-    posterior = pl.fit(
-        problem.network(), (x.float(), y.float()), pl.Laplace(structure="full", tune="global", rounds=10, mode=TO_MODE), **QUIET
-    )
+    method = pl.Laplace(structure="full", tune="global", rounds=10, mode=TO_MODE)
+    law: dict[str, Any] = {"likelihood": likelihoods.Gaussian(), "prior": priors.Gaussian()}
+    posterior = pl.fit(problem.network(), (x.float(), y.float()), method, **law, **QUIET)
     sigma = float(posterior.points["likelihood.log_scale"].exp())
     scale = float(posterior.precision["weight"]) ** -0.5
 
@@ -490,7 +490,8 @@ def plain(net: nn.Module, data: Any, likelihood: Any = None, **settings: Any) ->
     """At the weights as they are."""
     warnings.simplefilter("ignore")
     method = pl.Laplace(**{"mode": None, **settings})
-    posterior = pl.fit(net, data, method, likelihood=likelihood or likelihoods.Gaussian(0.5), **QUIET)
+    likelihood = likelihood or likelihoods.Gaussian(0.5)
+    posterior = pl.fit(net, data, method, likelihood=likelihood, prior=priors.Gaussian(), **QUIET)
     assert isinstance(posterior, LaplacePosterior)
     return posterior
 

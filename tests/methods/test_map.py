@@ -175,7 +175,8 @@ def test_classification_reaches_the_optimum_of_the_penalised_likelihood() -> Non
     stream = torch.Generator().manual_seed(1)
     x = torch.randn(60, 2, generator=stream)
     y = (x @ torch.randn(2, 3, generator=stream) + torch.randn(60, 3, generator=stream)).argmax(1)
-    posterior = pl.fit(nn.Linear(2, 3), (x, y), pl.MAP(epochs=300, batch_size=None, lr=Cosine(0.1)), **QUIET)
+    method = pl.MAP(epochs=300, batch_size=None, lr=Cosine(0.1))
+    posterior = pl.fit(nn.Linear(2, 3), (x, y), method, prior=pl.priors.Gaussian(), **QUIET)
     weights = {name: value[0].double().requires_grad_() for name, value in posterior.weights().items()}
     logits = x.double() @ weights["weight"].T + weights["bias"]
     joint = -nn.functional.cross_entropy(logits, y, reduction="sum")

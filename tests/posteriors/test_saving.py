@@ -114,7 +114,7 @@ def test_the_folder_holds_safetensors_and_json_alone(saved: Path) -> None:
     assert content["method"]["type"] == "SGLD"
     assert content["method"]["epochs"] == 6
     assert content["likelihood"]["type"] == "likelihoods.Gaussian"
-    assert content["prior"]["scale"] == 1.0
+    assert content["prior"]["type"] == "priors.Default"
     assert content["weights"]["0.weight"] == [5, 2]
 
 

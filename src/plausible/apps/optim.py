@@ -308,7 +308,9 @@ class IVON(torch.optim.Optimizer):
         method = _as_method(self.param_groups[0])
         prior, where = by_name(rules, priors.Flat()), lambda name: name in named
         output, num_data, device = settings.pop("output", None), settings.pop("num_data", None), choose_device(network, None)
-        model, _ = model_and_examples(network, data, likelihood, prior, where, output, device, num_data, None, None, method)
+        model, *_ = model_and_examples(
+            network, data, likelihood, prior, where, output, device, num_data, None, None, method, any_unit=False
+        )
         if settings:
             raise TypeError(f"posterior: unknown settings {', '.join(settings)}; there are output and num_data")
         if model.likelihood_names:

@@ -77,6 +77,19 @@ def choose_device(network: nn.Module, device: torch.device | str | None) -> torc
     return chosen
 
 
+def as_initialised(network: nn.Module) -> bool:
+    """Whether all dense and convolutional layers hold what PyTorch could have initialised them with: nothing was learned yet.
+
+    That is U(−1/√n, 1/√n) for weights and biases, n the fan-in. Training moves some of them out of it. False says nothing.
+    """
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
+    for layer in layers:
+        bound = (1 + 1e-6) * float(layer.weight[0].numel()) ** -0.5
+        if any(float(value.detach().abs().max()) > bound for value in (layer.weight, layer.bias) if value is not None):
+            return False
+    return bool(layers)
+
+
 def private_copy(network: nn.Module) -> nn.Module:
     """A copy in evaluation mode, so that the user's module is never changed."""
     check_network(network)

@@ -3,42 +3,94 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plausible.core.data import ArrayData, Batch, Data
+from plausible.core.data import Batch, Data, num_rows
 from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.model import Model
+from plausible.core.networks import as_initialised
 from plausible.core.special import widest
 
 ENOUGH = 2048
-"""Rows of a stream that its moments are taken from."""
-CLOSE = 1e-3
-"""Targets whose mean and standard deviation are this near to 0 and 1 are standardised already."""
-EXPLAINED = 0.9
-"""A network whose squared error is below this part of the variance speaks in the units of the targets: it was trained before."""
+"""Rows that are looked at; of arrays the moments are those of all."""
+NEAR = 2.0
+"""Targets whose deviation is within this factor of 1, and whose mean is no further from 0 than 1, are left as they are: no prior
+here is so sharp that it would matter, and weights that are put back into the network then speak in the user's own unit."""
+EXPLAINED = 0.5
+"""A network whose squared error (of classes: negative log-likelihood) is below this part of what the mean of the targets (the
+frequencies of the classes) leaves was trained before: one that was just made may be right by chance, but hardly so right."""
+GIVEN = 0.9
+"""The same where somebody says that the weights are to stay as they are."""
 
 
-def some(data: Data, rows: int = ENOUGH) -> Batch:
-    """All rows of arrays, the first ones of a stream."""
-    if isinstance(data, ArrayData):
-        return data.all()
-    found: list[Batch] = []
-    count = 0
-    for batch in data.chunks(256):
-        found.append(batch)
-        count += len(batch.y)
-        if count >= rows:
+class Look(NamedTuple):
+    """What the first rows say: mean and standard deviation of each target, and whether the network predicts them already."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    trained: bool
+
+
+def look(model: Model, data: Data, given: bool = False) -> Look:
+    """One look at the data, which may be a stream that should be read no oftener than needed."""
+    batches: list[Batch] = []
+    outputs: list[Tensor] = []
+    rows = 0
+    fresh = not given and as_initialised(model.network)  # then nothing was learned, whatever it may predict
+    # a few rows of a data set at a time, which may be images; a loader has batches of its own
+    for batch in data.chunks(256 if data.resident else 16):
+        if rows < ENOUGH and not fresh:
+            with torch.no_grad():
+                outputs.append(model.outputs({**model.initial, **model.buffers}, batch.x))
+        batches.append(batch._replace(x=None))
+        rows += num_rows(batch.y)
+        if rows >= ENOUGH and not data.resident:
             break
-    each = zip(*((b.y, b.weight, b.mask) for b in found))
-    y, weight, mask = (None if any(part is None for part in parts) else torch.cat(list(parts)) for parts in each)
-    return Batch(None, y, weight, mask)
+    if not batches:
+        raise ValueError("data is empty: the loader gave no batch")
+    seen = _together(batches)
+    if model.likelihood.kind != "continuous":
+        mean, std = seen.y.new_zeros(1), seen.y.new_ones(1)
+    else:
+        mean, std = moments(seen)
+    left = _left(model, torch.cat(outputs), seen, mean) if outputs else math.inf
+    return Look(tuple(mean.tolist()), tuple(std.tolist()), left < (GIVEN if given else EXPLAINED))
+
+
+def _together(batches: list[Batch]) -> Batch:
+    parts: list[Any] = []
+    for each in zip(*((b.y, b.weight, b.mask) for b in batches)):
+        parts.append(None if any(part is None for part in each) else torch.cat(each))
+    return Batch(None, *parts)
+
+
+def _left(model: Model, f: Tensor, seen: Batch, mean: Tensor) -> float:
+    """What the outputs leave of the squares about the mean, or of the surprise of the frequencies; infinite if that says nothing."""
+    y = seen.y[: len(f)]
+    if model.likelihood.kind == "continuous":
+        if f.shape != y.shape and f.ndim == y.ndim:
+            f = f[..., : y.shape[-1]]  # further outputs are no locations
+        if f.shape != y.shape:
+            return math.inf
+        y, f = y.to(widest(f.device)), f.to(widest(f.device))
+        observed = torch.ones_like(y) if seen.mask is None else seen.mask[: len(f)].to(y)
+        errors = (observed * (y - f).square()).sum()
+        scatter = (observed * (y - (mean if y.ndim > 1 else mean[0]).to(y)).square()).sum()
+    elif model.likelihood.kind == "classes" and f.ndim == 2 and seen.mask is None:
+        shares = torch.bincount(y, minlength=f.shape[-1]).to(f) / len(y)
+        errors = -f.log_softmax(-1).gather(-1, y[:, None]).mean()
+        scatter = -shares[y].log().mean()
+    else:
+        return math.inf
+    value = float(errors / scatter)
+    return value if math.isfinite(value) else math.inf
 
 
 def moments(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the targets by their last axis (of one number an example: of all), weighted, observed ones only.
+    """Mean and standard deviation of the targets, weighted, observed ones only, by their last axis.
 
     0 and 1 where there is nothing to see; a target that never changes has deviation 1.
     """
@@ -56,40 +108,10 @@ def moments(batch: Batch) -> tuple[Tensor, Tensor]:
     return mean, torch.where(constant | (std == 0), torch.ones_like(std), std)
 
 
-def in_their_units(likelihood: Likelihood, batch: Batch) -> Likelihood:
-    """The likelihood of targets that are standardised inside; as it is where they are so already, or are not real numbers."""
+def in_their_units(likelihood: Likelihood, seen: Look) -> Likelihood:
+    """The likelihood of targets that are standardised inside; as it is where they nearly are, or are not real numbers."""
     if likelihood.kind != "continuous" or isinstance(likelihood, Scaled):
         return likelihood
-    mean, std = moments(batch)
-    if bool(((mean.abs() < CLOSE) & ((std - 1).abs() < CLOSE)).all()):
+    if all(abs(mean) <= 1 and 1 / NEAR <= std <= NEAR for mean, std in zip(seen.mean, seen.std)):
         return likelihood
-    loc, scale = _plain(mean), _plain(std)
-    return Scaled(likelihood, loc, scale)
-
-
-def _plain(values: Tensor) -> float | tuple[float, ...]:
-    numbers = [float(value) for value in values]
-    return numbers[0] if len(numbers) == 1 else tuple(numbers)
-
-
-def speaks(model: Model, batches: Iterable[Batch]) -> bool:
-    """Whether the network predicts these targets as it is, better than their mean does: it was trained before."""
-    squares = spread = 0.0
-    rows = 0
-    mean: Tensor | None = None
-    for batch in batches:
-        with torch.no_grad():
-            f = model.outputs({**model.initial, **model.buffers}, batch.x)
-        if f.shape != batch.y.shape:  # outputs that are not all locations
-            f = f[..., : batch.y.shape[-1]] if f.ndim == batch.y.ndim else f
-        if f.shape != batch.y.shape:
-            return False
-        y = batch.y.to(widest(f.device))
-        mean = moments(batch)[0] if mean is None else mean
-        seen = torch.ones_like(y) if batch.mask is None else batch.mask.to(y)
-        squares += float((seen * (y - f).square()).sum())
-        spread += float((seen * (y - (mean if y.ndim > 1 else mean[0])).square()).sum())
-        rows += len(y)
-        if rows >= ENOUGH:
-            break
-    return math.isfinite(squares) and spread > 0 and squares < EXPLAINED * spread
+    return Scaled(likelihood, *(part[0] if len(part) == 1 else part for part in (seen.mean, seen.std)))

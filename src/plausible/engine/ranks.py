@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from plausible.engine.method import DivergenceError, Method, Plan, Run
 from plausible.engine.source import Source
 from plausible.engine.stepper import StepMode
 
+Note = TypeVar("Note")
 PATIENCE = timedelta(days=7)  # for a rank at work; one that dies closes its connections and is noticed at once
 AGREED = ("method", "likelihood", "prior", "seed", "device", "num_data", "data", "weights", "random", "temperature")
 
@@ -101,6 +102,10 @@ class Team:
     def seed(self, seed: int) -> int:
         """The seed of torch's global generators on this rank."""
         return seed
+
+    def first(self, note: Note) -> Note:
+        """What the first rank found, on every one: where each sees other data and all must go by the same."""
+        return note
 
     def part(self, method: Method) -> Method:
         """What of the method runs here: all of it, or some of its members."""
@@ -174,6 +179,9 @@ class Ranks(Team):
     def exchange(self, note: Any) -> list[Any]:
         """What every rank has to say, in their order."""
         return [vote.note for vote in self._votes(Vote(note=note))]
+
+    def first(self, note: Note) -> Note:
+        return self.exchange(note)[0]
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others, who wait at their next meeting."""

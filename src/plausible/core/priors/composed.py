@@ -158,13 +158,13 @@ def _nobodys(scale: float) -> Prior:
 
 
 @register
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Default(FanIn):
-    """w = z/√n with z ~ N(0, 2²) and n the fan-in (1 for biases and norms), N(0, 1) for the log of a learned noise: nobody's choice.
+    """w = z/√n with z ~ N(0, 2²) and n the fan-in (1 for biases and norms); N(0, 1) for the log of a learned noise.
 
-    What `fit` takes where no prior is given: wide enough for one network to follow what data say, since early stopping keeps it from
-    following their noise. It is a type of its own so that methods with an evidence know that its precisions are theirs to tune
-    (`Laplace`), which those of a prior that somebody gave are not.
+    Nobody's choice: what `fit` takes where no prior is given. Wide enough for one network to follow what data say, since early
+    stopping keeps it from following their noise. It is a type of its own so that methods with an evidence know that its
+    precisions are theirs to tune (`Laplace`), which those of a prior that somebody gave are not.
     """
 
     prior: Prior = field(default_factory=lambda: _nobodys(2.0))
@@ -173,6 +173,10 @@ class Default(FanIn):
     def narrow(cls) -> Default:
         """With z ~ N(0, 1): where trainings begin that nothing stops early, and that the evidence widens later."""
         return cls(_nobodys(1.0))
+
+    def __repr__(self) -> str:
+        named = {Default().prior: "Default()", _nobodys(1.0): "Default.narrow()"}
+        return named.get(self.prior, f"Default({self.prior!r})")
 
 
 class Leaf(NamedTuple):

@@ -22,8 +22,8 @@ def neal(alpha: float = 1.0) -> Patterns:
 def from_weight_decay(weight_decay: float, num_data: int) -> Gaussian:
     """The prior under which a network was trained that minimised mean loss + ½·λ‖w‖² over N examples: N(0, 1/(λN)).
 
-    λ is the `weight_decay` of `torch.optim.SGD` or `Adam`, whose loss is a mean; AdamW's decoupled decay has no exact counterpart, and
-    is read the same way. For a post-hoc `Laplace(mode=None)`, whose weights are then at the mode of this posterior.
+    λ is the `weight_decay` of `torch.optim.SGD` or `Adam`, whose loss is a mean; AdamW's decoupled decay has no exact counterpart,
+    and is read the same way. For a post-hoc `Laplace(mode=None)`, whose weights are then at the mode of this posterior.
     """
     for name, value in (("weight_decay", weight_decay), ("num_data", num_data)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -62,7 +62,7 @@ class Problem:
 
 
 class Candidate(NamedTuple):
-    """A method with what it is estimated to take, in seconds and bytes, why it would be chosen, and what is against it ("": nothing)."""
+    """A method, what it is estimated to take in seconds and bytes, why it would be chosen, and what is against it ("": nothing)."""
 
     method: Method
     seconds: float

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 20
-"""Epochs without a better held-out log-likelihood; on small data, whose epochs are a step or two, as many as this many steps take."""
+"""Epochs without a better held-out log-likelihood."""
 PATIENT_STEPS = 200
+"""Steps without one, at least: on small data an epoch is a step or two."""
 LEAST_ROWS = 8  # of fewer nothing can be spared
 
 
