@@ -55,10 +55,10 @@ MAPPED = _trained("map", 2)
 MAKERS: dict[str, Maker] = {
     "map": MAPPED,
     "ensemble": lambda problem: _made("ensemble", method=MAPPED(problem), members=5),
-    "laplace": lambda problem: _made("laplace", structure="kron", mode=MAPPED(problem)),
-    "laplace-full": lambda problem: _made("laplace", structure="full", mode=MAPPED(problem)),
+    "laplace": lambda problem: _made("laplace", structure="kron", mode=MAPPED(problem), tune=None),
+    "laplace-full": lambda problem: _made("laplace", structure="full", mode=MAPPED(problem), tune=None),
     "ensemble-laplace": lambda problem: _made(
-        "ensemble", method=_made("laplace", structure="full", mode=MAPPED(problem)), members=5
+        "ensemble", method=_made("laplace", structure="full", mode=MAPPED(problem), tune=None), members=5
     ),
     "mean-field": _trained("mean-field", 2),
     "graves": _trained("graves", 2),

@@ -106,7 +106,9 @@ def _at(
     scores, evidence = {}, {}
     posterior: LaplacePosterior | None = None
     for structure in settings.structures:
-        method = Laplace(structure=structure, mode=settings.mode if posterior is None else None, polish=settings.polish)  # type: ignore[arg-type]
+        method = Laplace(
+            structure=structure, mode=settings.mode if posterior is None else None, polish=settings.polish, tune=None
+        )  # type: ignore[arg-type]
         posterior = fit(  # type: ignore[assignment]
             module,
             data["train"],

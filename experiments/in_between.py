@@ -351,8 +351,8 @@ MODE = MAP(epochs=5_000, batch_size=None, lr=Cosine(1e-2))
 METHODS: dict[str, Method | None] = {
     "limit": None,
     "hmc": HMC(draws=400, chains=4, warmup=300, leapfrogs=800),
-    "laplace": Laplace(structure="full", mode=MODE, polish=500),
-    "laplace-diag": Laplace(structure="diag", mode=MODE, polish=500),
+    "laplace": Laplace(structure="full", mode=MODE, polish=500, tune=None),
+    "laplace-diag": Laplace(structure="diag", mode=MODE, polish=500, tune=None),
     "mean-field": MeanField(epochs=50_000, batch_size=None, lr=Cosine(1e-2)),
 }
 STEPS: dict[Size, tuple[int, int]] = {"full": (5_000, 50_000), "reduced": (2_000, 6_000), "tiny": (20, 20)}

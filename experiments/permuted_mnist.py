@@ -227,8 +227,8 @@ def draw(results: Results) -> Figure:
 TRAINED = MAP(epochs=10, batch_size=128, lr=Cosine(1e-3))
 METHODS: dict[str, tuple[Method, dict[str, bool]]] = {
     "fine-tuning": (TRAINED, {}),
-    "diagonal": (Laplace(structure="diag", mode=TRAINED), {"carry": True}),
-    "kronecker": (Laplace(structure="kron", mode=TRAINED), {"carry": True}),
+    "diagonal": (Laplace(structure="diag", mode=TRAINED, tune=None), {"carry": True}),
+    "kronecker": (Laplace(structure="kron", mode=TRAINED, tune=None), {"carry": True}),
     "together": (TRAINED, {"together": True}),
 }
 SMALLER: dict[Size, dict[str, int]] = {

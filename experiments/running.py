@@ -43,12 +43,30 @@ class Folder:
 
     def result(self, cell: str) -> Result | None:
         """What is stored of a cell, or None."""
-        return storage.read_json(self.file(cell)) if self.file(cell).is_file() else None
+        if not self.file(cell).is_file():
+            return None
+        stored = storage.read_json(self.file(cell))
+        return {**stored, "settings": as_written_now(stored["settings"])}
 
     def results(self, reproduction: Reproduction) -> dict[str, Result]:
         """What is stored of all cells."""
         found = {cell.name: self.result(cell.name) for cell in reproduction.cells}
         return {name: result for name, result in found.items() if result is not None}
+
+
+def as_written_now(stored: Any) -> Any:
+    """Stored settings in the words of today.
+
+    A training of so many epochs said `patience=None, holdout=0.1` once, and held nothing out.
+    """
+    if isinstance(stored, list):
+        return [as_written_now(part) for part in stored]
+    if not isinstance(stored, dict):
+        return stored
+    now = {name: as_written_now(part) for name, part in stored.items()}
+    if now.get("type") == "MAP" and now["epochs"] is not None and (now["patience"], now["holdout"]) == (None, 0.1):
+        now |= {"patience": "auto", "holdout": None}
+    return now
 
 
 def wanted(reproduction: Reproduction, size: Size, parts: Sequence[Part], cells: Sequence[str] = ()) -> list[str]:

@@ -287,7 +287,7 @@ METHODS: dict[str, Method | None] = {
     "smc": SMC(particles=1000, pilots=200),
     "ais": AnnealedImportance(particles=500, pilots=100, temperatures=300),
     "tempering": ParallelTempering(draws=600, warmup=300, chains=8, temperatures=8, leapfrogs=12),
-    "laplace": Laplace(structure="full", mode=MAP(epochs=400, batch_size=None, lr=Cosine(0.05)), polish=100),
+    "laplace": Laplace(structure="full", mode=MAP(epochs=400, batch_size=None, lr=Cosine(0.05)), polish=100, tune=None),
 }
 LARGER: dict[str, Any] = {
     "smc": {"particles": 4000, "pilots": 500},

@@ -264,7 +264,7 @@ def test_a_checkpoint_knows_the_earlier_posterior(field: LawPosterior, tmp_path:
 
 def laplace(structure: str, data: tuple[Tensor, Tensor], prior: Any = None, **settings: Any) -> Any:
     method = pl.Laplace(structure=structure, mode=pl.MAP(epochs=100, batch_size=None, lr=0.05), **settings)  # type: ignore[arg-type]
-    return pl.fit(net(), data, method, prior=prior, **KNOWN, **QUIET)
+    return pl.fit(net(), data, method, prior=prior or Gaussian(), **KNOWN, **QUIET)
 
 
 @pytest.mark.parametrize("structure", ["full", "block", "kron", "ekfac", "lowrank"])

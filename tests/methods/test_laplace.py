@@ -547,7 +547,7 @@ def test_masked_examples_do_not_count() -> None:
     for structure in ("kron", "ekfac", "full"):
         warnings.simplefilter("ignore")
         method = pl.Laplace(structure=structure, mode=None)  # type: ignore[arg-type]
-        masked = pl.fit(net, (x, y), method, likelihood=likelihoods.Gaussian(0.5), mask="nan", **QUIET)
+        masked = pl.fit(net, (x, y), method, likelihood=likelihoods.Gaussian(0.5), prior=priors.Gaussian(), mask="nan", **QUIET)
         assert masked.log_evidence == pytest.approx(plain(net, (x[:20], y[:20]), structure=structure).log_evidence)
 
 
@@ -614,6 +614,7 @@ def test_positions_may_come_and_go_between_predictions() -> None:
         (x, torch.zeros(10, 2).double()),
         pl.Laplace(mode=None, structure="full"),
         likelihood=likelihoods.Gaussian(0.5),
+        prior=priors.Gaussian(),
         **QUIET,
     )
     again.moments(x[:, :1])

@@ -68,7 +68,7 @@ def _together(batches: list[Batch]) -> Batch:
 
 
 def _left(model: Model, f: Tensor, seen: Batch, mean: Tensor) -> float:
-    """What the outputs leave of the squares about the mean, or of the surprise of the frequencies; infinite if that says nothing."""
+    """The part of the squares about the mean (of the surprise of the frequencies) that the outputs leave; infinite if unknown."""
     y = seen.y[: len(f)]
     if model.likelihood.kind == "continuous":
         if f.shape != y.shape and f.ndim == y.ndim:

@@ -72,15 +72,16 @@ registry = Registry()
 class Traits:
     """What a stage or a method declares about itself.
 
-    For the engine: `verb` (see the module), `divisible`: batches may be divided among ranks, since gradients come from
-    `model.gradient`; `shares_batches`: all members see the same batches; `keeps_draws`: the result is made of stored draws;
-    `mixed_precision`: the forward pass may run in bfloat16; `noisy`: its steps draw noise of their own. For sweeps: `shaping`, the
-    settings that are used before the first step, which cannot be stacked. For the conformance suite: `deterministic`: the same
-    for every seed; `has_weights`: there are weight draws and not only function draws; `tolerance`, the relative error that is
-    allowed on top of Monte Carlo error, and `bias`, in words, what to expect of the law.
+    For the engine: `verb` (see the module; a method that chooses another one never runs), `divisible`: batches may be divided
+    among ranks, since gradients come from `model.gradient`; `shares_batches`: all members see the same batches; `keeps_draws`:
+    the result is made of stored draws; `mixed_precision`: the forward pass may run in bfloat16; `noisy`: its steps draw noise
+    of their own. For sweeps: `shaping`, the settings that are used before the first step, which cannot be stacked. For the
+    conformance suite: `deterministic`: the same for every seed; `has_weights`: there are weight draws and not only function
+    draws; `tolerance`, the relative error that is allowed on top of Monte Carlo error, and `bias`, in words, what to expect of
+    the law.
     """
 
-    verb: Literal["iterate", "accumulate", "sample"] = "iterate"
+    verb: Literal["iterate", "accumulate", "sample", "choose"] = "iterate"
     divisible: bool = True
     shares_batches: bool = False
     keeps_draws: bool = True

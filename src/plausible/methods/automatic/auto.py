@@ -57,7 +57,7 @@ class Auto(Method):
     memory: float | str | None = None
 
     name: ClassVar[str] = "auto"
-    traits: ClassVar[Traits] = Traits(noisy=True, mixed_precision=False, bias="that of the method it chooses")
+    traits: ClassVar[Traits] = Traits(verb="choose", noisy=True, mixed_precision=False, bias="that of the method it chooses")
 
     def __post_init__(self) -> None:
         if self.time is not None:

@@ -53,6 +53,10 @@ class Ensemble(Method):
             raise TypeError(f"Ensemble: method must be a Method such as MAP(), got {self.method!r}")
         if self.method.members is not None:
             raise ValueError("Ensemble: an ensemble of ensembles is one larger ensemble; raise members instead")
+        if self.method.traits.verb == "choose":
+            raise ValueError(
+                f"Ensemble: {type(self.method).__name__} chooses by the data, in fit; name the method of the members, such as MAP()"
+            )
         if self.method.traits.verb != "iterate":
             raise ValueError(f"Ensemble: {type(self.method).__name__} runs its own chains; set them there")
         if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 1:

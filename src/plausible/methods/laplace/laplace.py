@@ -118,7 +118,7 @@ class Laplace(Method):
     def _settling(self) -> list[Stage]:
         """The stages that go from where training ended to the mode on all data."""
         # early stopping means not to go to the mode of the training rows
-        if self.mode is None or self.holdout or self.polish == 0:
+        if self.mode is None or self.holdout(1000) or self.polish == 0:
             return []
         if self.structure not in ("block", "full") or isinstance(self.where, int):
             return [parts.Polishing(self)]
@@ -129,11 +129,9 @@ class Laplace(Method):
         """The stages that add up the curvature: first that of the diagonal where a number of weights is to be chosen by it."""
         return [*([parts.Ranking(self)] if isinstance(self.where, int) else []), parts.AddingUp(self, turn)]
 
-    @property
-    def holdout(self) -> float:
+    def holdout(self, num_data: int, per_epoch: int | None = None) -> float:
         """The share of the data that the training sets aside; the curvature is that of the others."""
-        # for any number of rows; the share itself may depend on how many there are
-        return 0.0 if self.mode is None else self.mode.plan(1000).holdout
+        return 0.0 if self.mode is None else self.mode.plan(num_data, per_epoch).holdout
 
     def iterations(self, model: Model) -> int:
         """How many iterations polishing takes at most."""

@@ -117,7 +117,7 @@ class AfterTraining(Stage):
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         # the same rows that the training saw: what it held out is held out again
-        return Plan(steps=self.most, per_epoch=self.most, batch_size=None, holdout=self.method.holdout)
+        return Plan(steps=self.most, per_epoch=self.most, batch_size=None, holdout=self.method.holdout(num_data, per_epoch))
 
     def ended(self, run: Run[Any]) -> bool:
         """Whether tuning has ended early, so that this stage has nothing to do."""
@@ -283,7 +283,7 @@ class PassAfterTraining(AfterTraining, Pass):
     traits: ClassVar[Traits] = Pass.traits
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        return replace(Pass.plan(self, num_data, per_epoch), holdout=self.method.holdout)
+        return replace(Pass.plan(self, num_data, per_epoch), holdout=self.method.holdout(num_data, per_epoch))
 
 
 @dataclass(frozen=True)
