@@ -20,6 +20,7 @@ _NAMES = {
     "BayesianRegressor": "apps.sklearn",
     "Checkpoint": "engine",
     "DivergenceError": "engine",
+    "FitWarning": "posteriors.doubts",
     "Method": "engine.method",
     "Model": "core.model",
     "Monitor": "engine.watching",

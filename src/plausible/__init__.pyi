@@ -22,6 +22,7 @@ from plausible.core import schedules as schedules
 from plausible import testing as testing
 from plausible.analysis import uncertainty as uncertainty
 from plausible.methods.chains.ais import AnnealedImportance as AnnealedImportance
+from plausible.methods.automatic.auto import Auto as Auto
 from plausible.core.data import Batch as Batch
 from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
@@ -31,6 +32,7 @@ from plausible.methods.variational.dvi import DVI as DVI
 from plausible.engine import DivergenceError as DivergenceError
 from plausible.methods.chains.elliptical_slice import EllipticalSlice as EllipticalSlice
 from plausible.methods.ensembles.ensemble import Ensemble as Ensemble
+from plausible.posteriors.doubts import FitWarning as FitWarning
 from plausible.methods.variational.flow import Flow as Flow
 from plausible.methods.variational.full_rank import FullRank as FullRank
 from plausible.methods.variational.mean_field import Graves as Graves

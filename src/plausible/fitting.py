@@ -18,7 +18,7 @@ from plausible.core import random, targets
 from plausible.core.data import ArrayData, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
-from plausible.core.networks import Where, check_inputs, choose_device
+from plausible.core.networks import Where, as_initialised, check_inputs, choose_device
 from plausible.core.priors import Earlier, Prior, as_prior
 from plausible.core.weights import Weights
 from plausible.core.words import log
@@ -30,8 +30,10 @@ from plausible.engine.ranks import Ranks, Team
 from plausible.engine.running import show_result
 from plausible.methods import create
 from plausible.methods.automatic.auto import Auto
+from plausible.posteriors import doubts
 from plausible.posteriors.base import Posterior, checked
 from plausible.posteriors.saving import load
+from plausible.posteriors.verdicts import text
 
 __all__ = ["fit", "load"]
 
@@ -113,6 +115,9 @@ def fit(
             model, examples, method, choice = model_and_examples(
                 network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method, team
             )
+            fresh = init is None and not isinstance(network, Model) and likelihood is not None and as_initialised(network)
+            said = doubts.before(model, examples, fresh=fresh)
+            doubts.warn([] if team.rank else said)
             starts = None
             if init is not None:
                 model, starts = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
@@ -139,6 +144,12 @@ def fit(
             if choice:
                 posterior.run["choice"] = choice
             show_result(method, examples, posterior, fitted, callbacks)
+            if not fitted.interrupted:
+                later = doubts.after(posterior, run.data, run.held)
+                doubts.warn([] if team.rank else later)
+                said += later
+            if said:
+                posterior.run["doubts"] = [text([one]) for one in said]
     if fitted.interrupted and not team.rank:  # the first one says it
         warnings.warn(
             f"stopped by Ctrl-C after {fitted.steps:,} steps: this is the posterior so far"

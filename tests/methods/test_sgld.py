@@ -97,6 +97,30 @@ def test_temperature_scales_the_variance(temperature: float) -> None:
     _assert_law(_run(method)[0], temperature / (1 - 0.8 / 4))
 
 
+@pytest.mark.parametrize("temperature", [0.25, 1.0])
+def test_the_step_that_it_finds_is_that_of_the_trace_and_its_law_has_the_bias_of_that_step(temperature: float) -> None:
+    x, y = _data()
+    method = pl.SGLD(epochs=1200, batch_size=None, thin=1, temperature=temperature)
+    members = pl.fit(Columns(4), (x, y[:, :4]), pl.Ensemble(method, 40), **_settings())
+    rates = members.history["lr"]
+    assert rates[600:] == rates[600:601] * 600  # constant where draws are kept
+    rate = rates[-1] * PRECISION
+    # 4/tr with the variance that the step itself has: ε = 4(1 − εΛ/4)/(4Λ)
+    assert abs(rate - 0.8) < 0.04
+    deviations = members.weights()["theta"].double() - _mean(y)[:4]
+    ratio = PRECISION * deviations.square().view(40, -1).mean(1) * (1 - rate / 4) / temperature
+    assert abs(float(ratio.mean()) - 1) < Z * float(ratio.std()) / math.sqrt(40)
+
+
+def test_a_start_far_away_and_any_scale_of_the_data_are_no_reason_to_diverge() -> None:
+    x, y = _data()
+    far = pl.SGLD(epochs=1500, batch_size=20)
+    posterior = pl.fit(Columns(4), (x, 100 + y[:, :4]), far, **_settings(prior=pl.priors.Gaussian(1e4)))
+    found = posterior.weights()["theta"].double()
+    exact = 100 + y[:, :4].double().mean(0)
+    assert float((found.mean(0) - exact).abs().max()) < 3 / math.sqrt(PRECISION)
+
+
 def test_at_temperature_zero_it_is_gradient_descent() -> None:
     draws, _ = _run(pl.SGLD(epochs=60, batch_size=None, lr=1.0 / PRECISION, burn_in=0.9, thin=1, temperature=0.0))
     assert float(draws.abs().max()) < 1e-3
@@ -302,6 +326,9 @@ def test_points_move_without_noise() -> None:
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": math.inf}, "temperature must be"),
         ({"lr": -1e-4}, "lr must be positive"),
+        ({"lr": "best"}, "a schedule or 'auto', got 'best'"),
+        ({"temperature": 0.0}, "lr='auto' finds a step size while burning in"),
+        ({"burn_in": 0.0}, "lr='auto' finds a step size while burning in"),
         ({"epochs": 0}, "epochs must be at least 1"),
     ],
 )

@@ -131,7 +131,8 @@ class Run(Generic[Prepared]):
 
     `steps` and `per_epoch` are those of its plan; `data` is what it sees (without the rows that were held out); `prepared` is
     what its `prepare` returned, of a type of its own; `before` are the named tensors that the stage before left (its `kept`);
-    `starts` are weights to start at, stacked, where `fit(init=…)` gave an earlier posterior; `compile` is the caller's wish.
+    `starts` are weights to start at, stacked, where `fit(init=…)` gave an earlier posterior; `compile` is the caller's wish;
+    `held` are the rows that were held out.
     """
 
     data: Data
@@ -142,6 +143,7 @@ class Run(Generic[Prepared]):
     before: Weights = dataclasses.field(default_factory=dict)
     starts: Weights | None = None
     compile: Literal["auto"] | bool = "auto"
+    held: Data | None = None
 
     @classmethod
     def alone(cls, stage: Stage, model: Model, data: Data, seed: int = 0, **settings: Any) -> Run[Any]:

@@ -121,7 +121,7 @@ def _run_stage(
         plan = replace(_plan(stage, data), holdout=plan.holdout, patience=plan.patience)
     model = replace(model, num_data=data.num_data)
     starts = None if before else options.starts  # a later stage starts where the one before ended
-    run: Run[Any] = Run(data, options.seed, plan.steps, plan.per_epoch, None, before, starts, options.compile)
+    run: Run[Any] = Run(data, options.seed, plan.steps, plan.per_epoch, None, before, starts, options.compile, held)
     run = replace(run, prepared=stage.prepare(model, run))
     state = stage.start(model, run, random.key(options.seed, device=model.device))
     wished = decide(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plausible.core import random
-from plausible.core.data import Batch
+from plausible.core.data import Batch, num_rows
 from plausible.core.model import Joint, Model
 from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_count
@@ -20,15 +20,46 @@ from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, 
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
+STABLE = 4.0
+"""A step of this over the variance of ∇ log p(θ, D), the trace of the curvature at a stationary law, is stable everywhere."""
+SHORT, MEMORY = 10, 100
+"""Steps over which gradients are averaged: the last tenth of all, and from so many to so many."""
+
+
+class Gradients(NamedTuple):
+    """Running means of ∇̂ log p(θ, D) and of its squared norm."""
+
+    mean: Weights
+    square: Tensor
+
+    def seen(self, grads: Weights, step: Tensor, learning: Tensor) -> Gradients:
+        """One more gradient; nothing changes where there is nothing to learn any more."""
+        part = torch.where(learning, 1 / torch.minimum(step + 1, (0.1 * step).clamp(SHORT, MEMORY)), 0.0)
+        mean = {name: torch.lerp(old, grads[name], part.to(old.dtype)) for name, old in self.mean.items()}
+        return Gradients(mean, hold(torch.lerp(self.square, _squared(grads, self.square), part)))
+
+    def variance(self, step: Tensor) -> Tensor:
+        """E‖∇̂‖² − ‖E∇̂‖²: what a gradient that only points downhill does not add to. At first not much below E‖∇̂‖²."""
+        spread = self.square - _squared(self.mean, self.square)
+        return torch.maximum(spread, self.square * 0.5 ** step.clamp(max=60))
+
+
+def _squared(named: Weights, like: Tensor) -> Tensor:
+    return sum((one.square().sum(dtype=torch.float32) for one in named.values()), torch.zeros_like(like))
+
 
 class StochasticState(NamedTuple):
-    """`momenta` is whatever the dynamics carry beside the weights (friction, preconditioners, …): a tree of tensors."""
+    """`momenta` is whatever the dynamics carry beside the weights (friction, preconditioners, …): a tree of tensors.
+
+    `gradients` are what a step size is found by, None where it is given.
+    """
 
     weights: Weights
     buffers: Weights
     momenta: Any
     key: Tensor
     step: Tensor
+    gradients: Gradients | None
 
 
 @dataclass(frozen=True)
@@ -37,13 +68,16 @@ class StochasticGradientChain(Method):
 
     The base of samplers whose steps see minibatches: a subclass says `move`, and `carry` where it has momenta.
 
-    `lr` is in units of the full-data log joint. The first `burn_in` fraction of the steps is dropped, then every `thin`-th state is
-    kept (None: about 100 draws in all). `temperature` 1 targets the posterior.
+    `lr` is in units of the full-data log joint; "auto" is 4T/Var[∇̂ log p(θ, D)], the variances of all elements added up over the
+    last tenth of the steps (10 to 100): N/B times as much at the start of the burn-in, constant from its end on. At a stationary
+    law that sum is T times the trace of the curvature, plus the noise of batches, and so no direction is unstable. The first
+    `burn_in` fraction of the steps is dropped, then every `thin`-th state is kept (None: about 100 draws in all).
+    `temperature` 1 targets the posterior.
     """
 
     epochs: int | None = None
     batch_size: BatchSize = "auto"
-    lr: float | Schedule = 1e-4
+    lr: float | Schedule | Literal["auto"] = "auto"
     burn_in: float = 0.5
     thin: int | None = None
     temperature: float = 1.0
@@ -53,13 +87,20 @@ class StochasticGradientChain(Method):
     def __post_init__(self) -> None:
         who = type(self).__name__
         check_training(self)
-        as_schedule(self.lr)
+        if not isinstance(self.lr, str):
+            as_schedule(self.lr)
+        elif self.lr != "auto":
+            raise ValueError(f"{who}: lr must be a positive number, a schedule or 'auto', got {self.lr!r}")
         if not 0 <= self.burn_in < 1:
             raise ValueError(f"{who}: burn_in is a fraction of the steps, in [0, 1), got {self.burn_in}")
         if self.thin is not None:
             check_count(self, "thin", at_least=1)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"{who}: temperature must be at least 0 and finite, got {self.temperature}")
+        if self.lr == "auto" and not (self.burn_in and self.temperature):
+            raise ValueError(
+                f"{who}: lr='auto' finds a step size while burning in, by the noise of the draws: give lr where there is neither"
+            )
 
     def carry(self, model: Model) -> Any:
         """The momenta to start with; none here."""
@@ -84,15 +125,33 @@ class StochasticGradientChain(Method):
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> StochasticState:
         step = torch.zeros((), dtype=torch.int64, device=key.device)
-        return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step)
+        gradients = None
+        if self.lr == "auto":
+            nothing = torch.zeros((), dtype=torch.float32, device=key.device)
+            gradients = Gradients({name: torch.zeros_like(weight) for name, weight in model.initial.items()}, nothing)
+        return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step, gradients)
 
     def step(self, model: Model, run: Run[Any], state: StochasticState, batch: Batch) -> tuple[StochasticState, Info]:
         joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
-        lr = rate(self.lr, state.step, run.steps)
+        lr, gradients = self._rate(model, run, state, joint, batch)
         noise = random.normal(state.key, state.step, select(state.weights, model.random))  # points move without
         weights, momenta = self.move(state, joint, noise, lr, hold((lr * self.temperature).sqrt()))
         info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
-        return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1), info
+        if self.lr == "auto":
+            info["lr"] = lr
+        return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1, gradients), info
+
+    def _rate(
+        self, model: Model, run: Run[Any], state: StochasticState, joint: Joint, batch: Batch
+    ) -> tuple[Tensor, Gradients | None]:
+        """The step size, and the running moments of gradients that "auto" takes it from until the draws begin."""
+        if state.gradients is None or isinstance(self.lr, Schedule | float | int):
+            return rate(self.lr, state.step, run.steps), None  # type: ignore[arg-type]
+        burn_in = max(1, int(self.burn_in * run.steps))
+        gradients = state.gradients.seen(joint.grads, state.step, state.step < burn_in)
+        ahead = (1 - state.step / burn_in).clamp(min=0.0)
+        larger = (model.num_data / num_rows(batch.x)) ** ahead  # at first as if a batch were all data, to get near
+        return hold(STABLE * self.temperature * larger / gradients.variance(state.step)), gradients
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
         return DrawsPosterior.of(self, model, fitted)

@@ -25,11 +25,11 @@ class SGLD(StochasticGradientChain):
 
     Langevin dynamics driven by minibatch gradients of the full log joint (likelihood scaled by N/B).
 
-    `lr` is ε, in units of the *full-data* log joint, so good values fall like 1/N. `temperature` T = 1 targets the posterior,
-    below 1 a cold one. With a constant ε the law is biased: on a Gaussian of precision Λ, in full batches, its variance is
-    Λ⁻¹(1 − εΛ/4)⁻¹; minibatches add at most (ε/4)·Var[∇̂]Λ⁻¹ to first order. Unstable above ε = 4/λ_max. Weights that `where`
-    leaves out follow without noise. Parallel chains: `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass
-    and P normal numbers a step.
+    `lr` is ε, in units of the *full-data* log joint, so good values fall like 1/N; "auto" finds a stable one during the
+    burn-in, 4T/Var[∇̂], and keeps it. `temperature` T = 1 targets the posterior, below 1 a cold one. With a constant ε the law is
+    biased: on a Gaussian of precision Λ, in full batches, its variance is Λ⁻¹(1 − εΛ/4)⁻¹; minibatches add at most
+    (ε/4)·Var[∇̂]Λ⁻¹ to first order. Unstable above ε = 4/λ_max. Weights that `where` leaves out follow without noise. Parallel
+    chains: `Ensemble(SGLD(…), members=4)`. Cost: one forward and one backward pass and P normal numbers a step.
     """
 
     name: ClassVar[str] = "sgld"
@@ -50,6 +50,7 @@ class SGLD(StochasticGradientChain):
         """T·Λ⁻¹(I − εΛ/4)⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""
         mean, covariance = problem.posterior()
         precision = problem.precision()
+        assert not isinstance(self.lr, str), "only where the step is known"
         step = float(as_schedule(self.lr)(torch.zeros(()), 1))
         biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - step / 4 * precision)
         return mean, self.temperature * covariance @ biased

@@ -1,0 +1,137 @@
+"""What a fit says of itself: the cases in which it has to be doubted, each made to happen, and silence where all is well."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plausible as pl
+from plausible.posteriors.doubts import RULES, Facts, constant
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def net(inputs: int = 1, outputs: int = 1, hidden: int = 50) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+def wave(rows: int = 100) -> tuple[Tensor, Tensor]:
+    x = torch.linspace(-2, 2, rows)[:, None]
+    return x, (2 * x).sin() + 0.2 * torch.randn(rows, 1)
+
+
+def said(network: nn.Module, data: Any, method: Any, **more: Any) -> list[str]:
+    """The warnings of a fit; they are in its record too, and point at the line that called it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", pl.FitWarning)
+        posterior = pl.fit(network, data, method, progress=False, compile=False, **more)
+    own = [one for one in caught if issubclass(one.category, pl.FitWarning)]
+    assert all(one.filename == __file__ for one in own)
+    texts = [str(one.message) for one in own]
+    assert posterior.run.get("doubts", []) == texts
+    return texts
+
+
+@pytest.mark.parametrize("method", [pl.MAP(), pl.Ensemble(pl.MAP(), 3), pl.Laplace(), pl.SGLD(), pl.HMC(draws=300, warmup=300)])
+def test_a_good_fit_says_nothing(method: pl.Method) -> None:
+    assert said(net(), wave(), method) == []
+
+
+def test_a_network_that_ends_in_a_softmax() -> None:
+    x = torch.randn(60, 2)
+    data = x, (x[:, 0] > 0).long()
+    (first, *_) = said(nn.Sequential(net(2, 2), nn.Softmax(-1)), data, pl.MAP(epochs=50))
+    assert first.startswith("The network ends in a softmax, and Categorical takes logits")
+    assert said(nn.Sequential(net(2, 2), nn.LogSoftmax(-1)), data, pl.MAP(epochs=50)) == []
+    assert said(nn.Sequential(net(2, 2), nn.Softmax(-1)), data, pl.MAP(epochs=50), output=torch.log) == []
+
+
+def test_targets_in_a_unit_that_the_given_likelihood_does_not_speak() -> None:
+    x, y = wave()
+    far = x, 1e6 + 1e4 * y
+    (first, *_) = said(net(), far, pl.MAP(epochs=20), likelihood=pl.likelihoods.Gaussian())
+    assert first.startswith("Targets of mean ")
+    assert "far from what a new network says" in first
+    assert "leave the likelihood out" in first
+    assert said(net(), far, pl.MAP()) == []  # standardised inside
+    inside = pl.likelihoods.Scaled(pl.likelihoods.Gaussian(), loc=float(far[1].mean()), scale=float(far[1].std()))
+    assert said(net(), far, pl.MAP(), likelihood=inside) == []
+
+
+def test_a_noise_that_shrinks_to_nothing_where_no_rows_are_set_aside() -> None:
+    x = torch.randn(16, 3)
+    data = x, torch.randn(16, 1)
+    (text,) = said(net(3), data, pl.MAP(epochs=4000, lr=0.02, patience=None), prior=pl.priors.Gaussian(scale=5.0))
+    assert text.startswith("The noise has shrunk to ")
+    assert "252 weights for 16 rows" in text
+    assert "patience" in text
+
+
+def test_a_fit_that_is_worse_than_the_mean_of_the_targets() -> None:
+    (text,) = said(net(), wave(), pl.MAP(epochs=1, lr=1e-6, patience=None))
+    assert text.startswith("MAP predicts its own rows ")
+    assert "worse than the mean and scatter of the targets. Train longer" in text
+    x = torch.randn(30, 10)
+    (text,) = said(net(10, hidden=200), (x, x[:, :1] + torch.randn(30, 1)), pl.IVON())
+    assert "2,402 weights for 30 rows a variational posterior stays near the prior. Try method='auto'" in text
+
+
+def test_chains_that_disagree() -> None:
+    texts = said(net(), wave(), pl.HMC(draws=20, warmup=2, leapfrogs=1, chains=3))
+    assert any(text.startswith("The chains disagree about f(x): the worst R̂ is ") for text in texts)
+
+
+KNOWN = Facts("MAP", rows=100, weights=50, seen=-1.0, constant=-1.4, unseen=-1.1, noise=0.4, errors=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ""),
+        ({"unseen": -1.5}, "rows that were set aside 0.1 nats worse"),
+        ({"unseen": -2.3, "constant": None}, "Rows that were set aside are predicted 1.3 nats worse than those of the fit"),
+        ({"errors": 3.5}, "The noise has collapsed: errors on rows that were set aside are 3.5 times as large"),
+        ({"errors": None, "point": True, "noise": 0.01}, ""),
+        (
+            {"errors": None, "point": True, "noise": 0.01, "weights": 200},
+            "shrunk to 1.0\u00a0% of the targets' standard deviation",
+        ),
+        ({"rhat": 1.09}, ""),
+        ({"rhat": 1.3}, "The chains disagree about f(x): the worst R̂ is 1.30"),
+    ],
+)
+def test_rules(change: dict[str, Any], expected: str) -> None:
+    texts = [verdict.headline for rule in RULES if (verdict := rule(replace(KNOWN, **change))) is not None]
+    assert (texts == []) if not expected else (len(texts) == 1 and expected in texts[0])
+
+
+def test_the_constant_prediction() -> None:
+    y = torch.randn(500, 1).double() * 3 + 7
+    exact = torch.distributions.Normal(y.mean(), y.std(correction=0)).log_prob(y).mean()
+    assert math.isclose(constant(pl.likelihoods.Gaussian(), y), float(exact), rel_tol=1e-9)  # type: ignore[arg-type]
+    labels = torch.tensor([0, 0, 0, 1])
+    assert math.isclose(constant(pl.likelihoods.Categorical(), labels), 0.75 * math.log(0.75) + 0.25 * math.log(0.25))  # type: ignore[arg-type]
+    assert constant(pl.likelihoods.Gaussian(), torch.ones(5, 1)) is None
+
+
+def test_doubts_are_saved_and_estimators_warn_their_caller(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    x, y = wave()
+    with pytest.warns(pl.FitWarning, match="worse than the mean and scatter") as caught:
+        estimator = pl.BayesianRegressor(method=pl.MAP(epochs=1, lr=1e-6, patience=None)).fit(x.numpy(), y[:, 0].numpy())
+    assert caught[0].filename == __file__
+    estimator.posterior_.save(tmp_path / "run")
+    again = pl.load(
+        tmp_path / "run", estimator.network_ if hasattr(estimator, "network_") else estimator.posterior_.model.network
+    )
+    assert again.run["doubts"] == [str(caught[0].message)]
