@@ -191,6 +191,46 @@ def test_stored_as_json(optimiser: Optimiser, build: Any) -> None:
     assert decode(json.loads(json.dumps(encode(optimiser)))) == optimiser
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("own", [AdamW, SGD])
+def test_clipping_is_that_of_pytorch_whether_eager_or_stacked(own: Any, dtype: torch.dtype) -> None:
+    build = torch.optim.Adam if own is AdamW else (lambda w, lr: torch.optim.SGD(w, lr, momentum=0.9))
+    weights = {name: value.requires_grad_() for name, value in draw(0, dtype).items()}
+    theirs = build(list(weights.values()), 0.05)
+    for step in range(STEPS):
+        for name, grad in draw(step + 1, dtype).items():
+            weights[name].grad = (10.0**-step) * grad  # the first are too large, the last are not
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.3)
+        theirs.step()
+
+    optimiser = own(clip=0.3)
+    mine, state = draw(0, dtype), optimiser.init(draw(0, dtype))
+    stack = {name: torch.stack([value, 2 * value]) for name, value in draw(0, dtype).items()}
+    stacked_state = torch.func.vmap(optimiser.init)(stack)
+    for step in range(STEPS):
+        grads = {name: (10.0**-step) * grad for name, grad in draw(step + 1, dtype).items()}
+        mine, state = optimiser.update(mine, dict(grads), state, 0.05)
+        both = {name: torch.stack([grad, 100 * grad]) for name, grad in grads.items()}  # each member has a norm of its own
+        stack, stacked_state = torch.func.vmap(lambda w, g, s: optimiser.update(w, g, s, 0.05))(stack, both, stacked_state)
+    for name, weight in weights.items():
+        torch.testing.assert_close(mine[name], weight.detach(), **TOLERANCE[dtype])
+        torch.testing.assert_close(stack[name][0], weight.detach(), **TOLERANCE[dtype])
+
+
+def test_deep_networks_are_clipped_unless_somebody_says_otherwise() -> None:
+    for matrices, limit in ((7, None), (8, 1.0)):
+        weights = {f"{i}.weight": torch.zeros(2, 2) for i in range(matrices)} | {f"{i}.bias": torch.zeros(2) for i in range(9)}
+        assert AdamW()._limit(weights) == SGD()._limit(weights) == limit
+        assert AdamW(clip=None)._limit(weights) is None
+        moved, _ = SGD(momentum=0.0).update(
+            dict(weights), {n: torch.ones_like(w) for n, w in weights.items()}, SGD(0.0).init(weights), 1.0
+        )
+        norm = torch.stack([w.norm() for w in moved.values()]).norm()
+        assert abs(float(norm) - (1.0 if limit else (4 * matrices + 18) ** 0.5)) < 1e-5
+    with pytest.raises(ValueError, match="clip must be"):
+        AdamW(clip=0.0)
+
+
 def test_names_of_optimisers() -> None:
     assert as_optimiser("adam") == AdamW()
     assert as_optimiser("SGD") == SGD()

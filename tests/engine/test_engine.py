@@ -238,6 +238,7 @@ def test_an_interrupt_before_the_first_draw_is_a_keyboard_interrupt(main_thread:
 def test_an_interrupt_in_the_last_step_changes_nothing(main_thread: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", pl.FitWarning)
         posterior = _count(Count(steps=4, per_epoch=1), callbacks=[_interrupt_at(4)])
     assert not posterior.interrupted
 

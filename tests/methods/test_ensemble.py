@@ -257,14 +257,14 @@ class Distances(nn.Module):
         return self.head(torch.pdist(torch.cat([h, h]))[: len(x), None])
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::plausible.FitWarning")
 def test_operations_without_a_rule_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "plausible"):
         pl.fit(Distances(), _data(), pl.Ensemble(pl.MAP(epochs=2, batch_size=8), members=2), compile=False, progress=False)
     assert sum("no rule for aten::pdist" in r.getMessage() for r in caplog.records) == 1
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::plausible.FitWarning")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_members_equal_looped_ones(
     kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ Named = Mapping[str, Tensor]
 Rate = Tensor | float
 Decay = Mapping[str, float]
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
+DEEP = 8
+"""Weight matrices (and kernels) from which a network is deep, and gradients are clipped unless somebody says otherwise."""
+CLIP = 1.0
 
 
 class AdamState(NamedTuple):
@@ -45,7 +48,13 @@ class SGDState(NamedTuple):
 
 
 class Optimiser(ABC):
-    """Minimises: `init` makes the state, `update` moves the weights against the gradients."""
+    """Minimises: `init` makes the state, `update` moves the weights against the gradients.
+
+    Gradients whose norm, over all weights together, is above `clip` are scaled down to it; "auto" is 1 for networks with eight
+    matrices and more, where a single batch may undo what was learned, and None, as they are, for others.
+    """
+
+    clip: float | Literal["auto"] | None
 
     @abstractmethod
     def init(self, weights: Named) -> Any:
@@ -63,6 +72,8 @@ class Optimiser(ABC):
             l2 = dict.fromkeys(weights, l2)
         elif not l2:
             l2 = dict.fromkeys(weights, 0.0)
+        if (limit := self._limit(weights)) is not None:
+            grads = _clipped(grads, limit)
         # on a GPU the question whether members agree would wait for the device
         if vmapped() and state.step.device.type == "cpu":
             return stacked_call(lambda *call: self._members(l2, *call), weights, dict(grads), state, lr)
@@ -71,6 +82,15 @@ class Optimiser(ABC):
         with torch.no_grad():
             self._donated(weights, grads, state, lr, l2)
         return weights, state
+
+    def _limit(self, weights: Named) -> float | None:
+        if self.clip == "auto":
+            return CLIP if sum(weight.ndim > 1 for weight in weights.values()) >= DEEP else None
+        return self.clip
+
+    def _check_clip(self) -> None:
+        if self.clip not in (None, "auto"):
+            check_number(self, "clip", above=0)
 
     def _members(self, l2: Decay, _: Any, axes: Any, arguments: Any) -> tuple[Weights, Any]:
         """Stacked members that stand at the same step with the same rate are one larger network."""
@@ -108,8 +128,10 @@ class AdamW(Optimiser):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    clip: float | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
+        self._check_clip()
         check_number(self, "beta1", "beta2", at_least=0, below=1)
         check_number(self, "eps", above=0)
         check_number(self, "weight_decay", at_least=0)
@@ -186,8 +208,10 @@ class SGD(Optimiser):
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 0.0
+    clip: float | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
+        self._check_clip()
         check_number(self, "momentum", at_least=0, below=1)
         check_number(self, "weight_decay", at_least=0)
         if self.nesterov and not self.momentum:
@@ -252,6 +276,13 @@ def as_optimiser(value: Optimiser | str) -> Optimiser:
         f"optimiser must be AdamW(...), SGD(...) or a name, got {value!r} of type {type(value).__qualname__}; "
         "torch.optim optimisers are not used here"
     )
+
+
+def _clipped(grads: Named, limit: float) -> Weights:
+    """Gradients whose common norm is at most `limit`."""
+    total = torch.stack([grad.square().sum(dtype=torch.float32) for grad in grads.values()]).sum()
+    factor = hold((limit * total.rsqrt()).clamp(max=1.0))
+    return {name: (grad * factor).to(grad.dtype) for name, grad in grads.items()}
 
 
 def _one_minus_power(beta: float, step: Tensor) -> Tensor:

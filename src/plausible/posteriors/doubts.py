@@ -20,7 +20,7 @@ from plausible.core.data import ArrayData, Batch, Data, select_rows, take
 from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.model import Model
 from plausible.core.weights import num_elements
-from plausible.core.words import number, percent, plural
+from plausible.core.words import log, number, percent, plural
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.predictive import Predictive
 from plausible.posteriors.verdicts import RHAT_BAD, Verdict, text
@@ -110,7 +110,13 @@ def after(posterior: Posterior, data: Data, held: Data | None = None) -> list[Ve
     """What a fit should be doubted for, the worst first; `data` are its rows, `held` those that were set aside."""
     if not isinstance(data, ArrayData) or not isinstance(held, ArrayData | None):
         return []  # streams are not read once more
-    known = facts(posterior, data, held)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known = facts(posterior, data, held)
+    except Exception as error:  # a look must not cost what was fitted: prediction itself will say what is wrong
+        log.info("the fit was not looked at: %s: %s", type(error).__name__, error)
+        return []
     return [] if known is None else [said for rule in RULES if (said := rule(known)) is not None]
 
 

@@ -51,7 +51,7 @@ def _squared(named: Weights, like: Tensor) -> Tensor:
 class StochasticState(NamedTuple):
     """`momenta` is whatever the dynamics carry beside the weights (friction, preconditioners, …): a tree of tensors.
 
-    `gradients` are what a step size is found by, None where it is given.
+    `gradients` are what a step size is found by, () where it is given.
     """
 
     weights: Weights
@@ -59,7 +59,7 @@ class StochasticState(NamedTuple):
     momenta: Any
     key: Tensor
     step: Tensor
-    gradients: Gradients | None
+    gradients: Gradients | tuple[()]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StochasticGradientChain(Method):
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> StochasticState:
         step = torch.zeros((), dtype=torch.int64, device=key.device)
-        gradients = None
+        gradients: Gradients | tuple[()] = ()
         if self.lr == "auto":
             nothing = torch.zeros((), dtype=torch.float32, device=key.device)
             gradients = Gradients({name: torch.zeros_like(weight) for name, weight in model.initial.items()}, nothing)
@@ -143,10 +143,10 @@ class StochasticGradientChain(Method):
 
     def _rate(
         self, model: Model, run: Run[Any], state: StochasticState, joint: Joint, batch: Batch
-    ) -> tuple[Tensor, Gradients | None]:
+    ) -> tuple[Tensor, Gradients | tuple[()]]:
         """The step size, and the running moments of gradients that "auto" takes it from until the draws begin."""
-        if state.gradients is None or isinstance(self.lr, Schedule | float | int):
-            return rate(self.lr, state.step, run.steps), None  # type: ignore[arg-type]
+        if not isinstance(state.gradients, Gradients):
+            return rate(self.lr, state.step, run.steps), ()  # type: ignore[arg-type]
         burn_in = max(1, int(self.burn_in * run.steps))
         gradients = state.gradients.seen(joint.grads, state.step, state.step < burn_in)
         ahead = (1 - state.step / burn_in).clamp(min=0.0)
