@@ -327,7 +327,7 @@ def build() -> Reproduction:
             ours = MAIN if large else quick
             few = ("auto", "map", "ensemble", "laplace", "mean-field")
             settings = {
-                "full": Table(name, (*ours, *others), splits=1 if large else 2),
+                "full": Table(name, (*ours, *others), splits=1),
                 "reduced": Table(name, (*few, *(other for other in others if "process" not in other)), time=20.0),
                 "tiny": Table(name, ("auto", "map", "constant"), time=1.0),
             }
