@@ -225,7 +225,7 @@ def test_the_scorer_looks_through_pipelines_and_searches() -> None:
     search = GridSearchCV(pipeline, grid, scoring=log_likelihood, cv=2).fit(X, y / 40)
     assert search.score(X, y / 40) == log_likelihood(search.best_estimator_, X, y / 40)
     assert cross_val_score(pipeline, X, y / 40, scoring=log_likelihood, cv=2).shape == (2,)
-    with pytest.raises(TypeError, match="log_likelihood scores a BayesianRegressor .* got LinearRegression"):
+    with pytest.raises(TypeError, match=r"log_likelihood scores a BayesianRegressor .* got LinearRegression"):
         log_likelihood(LinearRegression(), X, y)
 
 
