@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, Data, as_data, as_inputs, num_rows, take
+from plausible.core.data import ArrayData, Data, as_data, num_rows, read_inputs, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import choose_device
@@ -102,6 +102,7 @@ class Posterior(ABC):
     def functions(self, x: Any, draws: int | None = None, seed: int = 0) -> Tensor:
         """Coherent function draws f_s(x): [draws, N, *outputs]. One draw is one function over all inputs.
 
+        x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Where targets were standardised for the fit (`likelihoods.Scaled`), functions are given in their units, in float64.
         """
         return self.likelihood.in_units(self._evaluated(self.inputs(x), check_draws(draws), seed).outputs)
@@ -109,6 +110,7 @@ class Posterior(ABC):
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.
 
+        x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something.
         """
         inputs, draws = self._asked(x, draws, batch_size)
@@ -129,9 +131,9 @@ class Posterior(ABC):
         return inputs, check_draws(draws)
 
     def inputs(self, x: Any) -> Any:
-        """The inputs x as tensors of the network's type, on its device."""
+        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device."""
         like = example_of(self.model)
-        inputs = as_inputs(x, dtype=like.dtype, device=like.device)
+        inputs = read_inputs(x, dtype=like.dtype, device=like.device)
         if num_rows(inputs) == 0:
             raise ValueError("x is empty: there is nothing to predict")
         return inputs
