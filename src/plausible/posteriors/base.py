@@ -20,9 +20,10 @@ from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
+from plausible.core.tables import Table
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
-from plausible.posteriors import pruning, saving
+from plausible.posteriors import pruning, saving, showing
 from plausible.posteriors.predictive import Draws, Predictive
 from plausible.posteriors.saving import Content, example_of, kinds
 
@@ -218,18 +219,20 @@ class Posterior(ABC):
         """Stored draws as arviz's `InferenceData`: weights by name, `f` at `x`, statistics of transitions (extra `mcmc`)."""
         raise TypeError(f"a {type(self).__name__} has no chains: it does not keep draws in their order")
 
-    def summary(self) -> str:
-        """What was inferred, weight by weight."""
+    def summary(self) -> Table:
+        """What was inferred, weight by weight: `print` it, or let a notebook show it."""
         model, masks = self.model, self.masks
-        rows = []
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
-        for name, weight in named.items():
-            status = self.status(name) + _sparsity([masks[name]] if name in masks else [])
-            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", status))
-        wide = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        body = "\n".join(f"  {n:<{wide[0]}}  {s:<{wide[1]}}  {status}" for n, s, status in rows)
+        rows = [
+            (name, tuple(weight.shape), self.status(name) + _sparsity([masks[name]] if name in masks else []))
+            for name, weight in named.items()
+        ]
         head = f"{self.method_name} posterior, {type(model.likelihood).__name__} likelihood"
-        return f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}\n{body}"
+        title = f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}"
+        return Table(("weight", "shape", "status"), rows, title, words=("weight", "shape", "status"))
+
+    def _repr_html_(self) -> str:
+        return showing.posterior_html(self)
 
     def __repr__(self) -> str:
         count = tree.num_elements(tree.select(self.model.initial, self.model.random))
