@@ -76,7 +76,7 @@ def fit(
         seed: the same seed gives the same bits on the same machine; torch's global generators are left as they were.
         device: "cpu", "cuda", "mps", "auto" for the best there is, or None for where the network is.
         compile: "auto" compiles or captures where that pays for the number of steps; True, False.
-        progress: a bar; None shows it on a terminal only.
+        progress: a bar; None shows it on a terminal and in a notebook only.
         checkpoint: a folder (or a `Checkpoint`) to write to now and then; if it holds one of the same run, that run goes on.
         callbacks: called with `(step, info)` after each step.
         num_data: examples in one pass, for iterable data sets without a length.
