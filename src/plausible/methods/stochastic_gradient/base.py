@@ -17,7 +17,6 @@ from plausible.core.serialise import check_count
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 
@@ -94,5 +93,5 @@ class StochasticGradientChain(Method):
         info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
         return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1), info
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
         return DrawsPosterior.of(self, model, fitted)
