@@ -66,7 +66,8 @@ def test_frame_of_classes() -> None:
     assert list(frame.columns) == ["prediction", "p_0", "p_1", "p_2", "entropy", "mutual_information"]
     assert np.array_equal(frame["prediction"], found.probs.argmax(-1))
     assert np.array_equal(frame[["p_0", "p_1", "p_2"]], found.probs)
-    named = found.to_pandas(classes=[["fig", "pear", "plum"]])
+    named = found.to_pandas(classes=["fig", "pear", "plum"])
+    assert named.equals(found.to_pandas(classes=[["fig", "pear", "plum"]]))
     assert set(named["prediction"]) <= {"fig", "pear", "plum"}
     assert np.array_equal(named["p_plum"], found.probs[:, 2])
     places = predictive(Categorical(), 2, 3)
@@ -78,6 +79,7 @@ def test_frame_of_yes_and_no() -> None:
     found = predictive(Bernoulli(), 2)
     frame = found.to_pandas(classes=[["no", "yes"]] * 2)
     assert np.array_equal(frame["y1_p_yes"], found.probs[:, 1])
+    assert frame.equals(found.to_pandas(classes=["no", "yes"]))
     assert np.array_equal(frame["y0_prediction"] == "yes", found.probs[:, 0] > 0.5)
     assert np.array_equal(frame["y1_mutual_information"], found.mutual_information[:, 1])
     assert list(predictive(Bernoulli()).to_pandas().columns)[:3] == ["prediction", "p_0", "p_1"]
@@ -229,6 +231,10 @@ def test_a_single_row_is_seen(likelihood: Likelihood) -> None:
         (lambda: predictive(Gaussian(0.5), 1).plot(torch.ones(3)), "x has 3 inputs, the predictive has 20"),
         (lambda: predictive(Gaussian(0.5), 1).plot(y=torch.ones(3)), "y has 3 targets, the predictive has 20"),
         (lambda: predictive(Gaussian(0.5), 2).plot(output=2), "output=2"),
+        (lambda: predictive(Gaussian(0.5), 1).plot(torch.ones(20, 2)), r"x has shape .* give the one column"),
+        (lambda: predictive(Categorical(), 3).to_pandas(classes=["a", "b"]), "classes must be 3 labels, in the order"),
+        (lambda: predictive(Bernoulli(), 2).to_pandas(classes=[["a", "b"]]), "2 labels for each of 2 targets"),
+        (lambda: predictive(Gaussian(0.5), 1).first(0), "count must be a whole number of at least 1"),
         (lambda: predictive(Categorical(), 2, 3).plot(), "plot shows one target of classes"),
         (lambda: predictive(Gaussian(0.5), 1).to_pandas(level=90), "level must lie strictly between"),
     ],

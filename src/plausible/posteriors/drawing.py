@@ -42,6 +42,8 @@ def column(name: str, value: Any, output: int) -> np.ndarray:
 
 def plot(predictive: Predictive, x: Any, y: Any, output: int, ax: Any) -> Axes:
     """See `Predictive.plot`."""
+    if len(shape := np.shape(x)) > 1 and shape[1] != 1:
+        raise ValueError(f"x has shape {list(shape)}: give the one column to draw along, x[:, 0], or none")
     classes = predictive.likelihood.kind in ("classes", "binary")
     shares = _shares(predictive, output) if classes else None
     mean = column("predictive", predictive.mean, output) if shares is None else shares.argmax(1) + shares.max(1)

@@ -378,14 +378,12 @@ class Predictive:
     # -----------------------------------------------------------------------------------------------------------------
     # To be looked at
 
-    def to_pandas(
-        self, level: float = 0.9, *, names: Sequence[str] | None = None, classes: Sequence[Sequence[Any]] | None = None
-    ) -> Any:
+    def to_pandas(self, level: float = 0.9, *, names: Sequence[str] | None = None, classes: Sequence[Any] | None = None) -> Any:
         """A data frame with a row for each input; needs pandas.
 
         Numbers: mean, std, epistemic, aleatoric (variances), lower, upper (the interval of `level`). Classes: prediction,
         p_0, p_1, …, entropy, mutual_information. Several targets have columns y0_mean, y1_mean, …, or as `names` calls them;
-        `classes` are the labels of each target.
+        `classes` are the labels, in the order of the outputs, or a list of them for each target.
         """
         return data_frame(showing.columns(self, level, names, classes))
 
@@ -402,6 +400,8 @@ class Predictive:
 
     def first(self, count: int) -> Self:
         """The predictive of the first `count` inputs."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
         result = self._copied()
         result.num_inputs = min(count, self.num_inputs)
         if self._whole is not None:

@@ -26,12 +26,12 @@ WIDE = 12
 
 
 def columns(
-    predictive: Predictive, level: float, names: Sequence[str] | None = None, classes: Sequence[Sequence[Any]] | None = None
+    predictive: Predictive, level: float, names: Sequence[str] | None = None, classes: Sequence[Any] | None = None
 ) -> dict[str, list[Any]]:
     """Predictions as named columns, each beginning with the name of its target where there are several.
 
     Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,
-    p_<class>, entropy, mutual_information (nats). `classes` are the labels of each target.
+    p_<class>, entropy, mutual_information (nats). `classes` are the labels, or lists of them for each target.
     """
     named: dict[str, list[Any]] = {}
     if predictive.likelihood.kind in ("classes", "binary"):
@@ -39,9 +39,9 @@ def columns(
         # a yes/no target has one probability, and two classes
         probs = torch.stack([1 - probs, probs], -1) if predictive.likelihood.kind == "binary" else probs
         parts = {"entropy": predictive.entropy, "mutual_information": predictive.mutual_information}
-        for place, prefix in enumerate(_prefixes(probs.shape[1:-1], names)):
+        prefixes = _prefixes(probs.shape[1:-1], names)
+        for place, (prefix, labels) in enumerate(zip(prefixes, _labels(classes, len(prefixes), probs.shape[-1]))):
             each = probs.flatten(1, -2)[:, place] if probs.ndim > 2 else probs
-            labels = range(each.shape[-1]) if classes is None else classes[place]
             named[f"{prefix}prediction"] = [labels[code] for code in each.argmax(-1).tolist()]
             named |= {f"{prefix}p_{label}": each[:, code].tolist() for code, label in enumerate(labels)}
             named |= {prefix + name: _column(value, place) for name, value in parts.items()}
@@ -55,6 +55,17 @@ def columns(
 
 def _column(values: Tensor, place: int) -> list[Any]:
     return values.reshape(len(values), -1)[:, place].cpu().tolist()
+
+
+def _labels(classes: Sequence[Any] | None, targets: int, count: int) -> Sequence[Sequence[Any]]:
+    """The labels of each target; one list for all, a list of lists, or None for their numbers."""
+    if classes is None:
+        return [range(count)] * targets
+    each = [classes] * targets if isinstance(classes[0], str) or not isinstance(classes[0], Sequence) else classes
+    if len(each) != targets or any(len(labels) != count for labels in each):
+        wanted = f"{plural(count, 'label')}" + (f" for each of {targets} targets" if targets > 1 else "")
+        raise ValueError(f"classes must be {wanted}, in the order of the outputs, got {classes!r}")
+    return each
 
 
 def _prefixes(shape: Sequence[int], names: Sequence[str] | None) -> list[str]:
