@@ -12,7 +12,7 @@ from plausible.core.tables import LONG, Table
 
 TABLE = Table(
     ("name", "count", "shape", "value"),
-    [("a|b", 12_345, (3, 2), 0.123456), ("<i>", None, (), -2.0), ("c", 7, (4,), float("nan"))],
+    [("a|b", 12_345, (3, 2), 0.123456), ("<i>", None, (), -2.0), ("[b]c", 7, (4,), float("nan"))],
     "A title & more",
     words=("name",),
     note="a note",
@@ -56,7 +56,7 @@ def test_text_is_aligned() -> None:
         "name   count   shape         value",
         "a|b   12,345     3×2         0.123",
         "<i>           scalar            −2",
-        "c          7       4  not a number",
+        "[b]c       7       4  not a number",
         "a note",
     ]
     assert repr(TABLE) == str(TABLE)  # what an interpreter shows
@@ -85,7 +85,7 @@ def test_on_a_terminal() -> None:
     with console.capture() as capture:
         console.print(TABLE)
     shown = capture.get()
-    for words in ("A title & more", "12,345", "scalar", "a note"):
+    for words in ("A title & more", "[b]c", "12,345", "scalar", "a note"):
         assert words in shown
 
 

@@ -12,6 +12,7 @@ from plausible.core.words import number
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+    from rich.text import Text
 
 # Inherits colours, so that it suits light and dark notebooks; names begin with those of the library, for pages share one style.
 STYLE = """<style>
@@ -39,8 +40,12 @@ class Tabular(ABC):
         return self.as_table().text()
 
     def __rich__(self) -> RichTable:
+        from rich.text import Text  # cells are no markup: names have brackets
+
         table = self.as_table()
-        return rich_table(table.heads, table.cells, words=table.words, title=table.title or None, caption=table.note or None)
+        title, note = (Text(words) if words else None for words in (table.title, table.note))
+        cells = ([Text(cell) for cell in row] for row in table.cells)
+        return rich_table(table.heads, cells, words=table.words, title=title, caption=note)
 
     def _repr_html_(self) -> str:
         return html(self.as_table().html())
@@ -128,7 +133,7 @@ def data_frame(columns: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
 
 
 def rich_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]] = (), *, words: Collection[str] = (), **settings: Any
+    heads: Sequence[str], rows: Iterable[Sequence[str | Text]] = (), *, words: Collection[str] = (), **settings: Any
 ) -> RichTable:
     """A table with the columns named in `words` flush left, all others flush right; `settings` are those of `rich`."""
     from rich import box
