@@ -28,6 +28,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/typed.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -79,10 +79,11 @@ def plot(labels: list[int], results: dict[str, Tensor], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    seeds = min(map(len, results.values()))
     for strategy, values in results.items():
         error = values.std(0) / math.sqrt(len(values))
         axis.errorbar(labels, values.mean(0), error, marker="o", capsize=3, label=strategy)
-    axis.set(xlabel="labels", ylabel="test accuracy", title=f"mean of {len(values)} seeds ± standard error")
+    axis.set(xlabel="labels", ylabel="test accuracy", title=f"mean of {seeds} seeds ± standard error")
     axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

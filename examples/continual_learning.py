@@ -36,9 +36,9 @@ def main(quick: bool = False) -> None:
     for name, (method, carry) in ways.items():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 2))
-        posterior = None
-        for data in tasks:
-            prior = pl.priors.Earlier(posterior) if carry and posterior is not None else None
+        posterior = pl.fit(net, tasks[0], method, progress=False)
+        for data in tasks[1:]:
+            prior = pl.priors.Earlier(posterior) if carry else None
             posterior = pl.fit(net, data, method, prior=prior, init=posterior, progress=False)
         scores = [pl.metrics.accuracy(posterior.predict(x), y) for x, y in tests]
         print(f"{name:18}", *(f"{score:.2f}" for score in scores), f"  mean {sum(scores) / len(scores):.2f}")

@@ -26,8 +26,8 @@ def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Half of the patients to learn from, half to be judged on; y = 1 is malignant."""
     from sklearn.datasets import load_breast_cancer
 
-    table = load_breast_cancer()
-    x, y = torch.tensor(table.data, dtype=torch.float32)[:, :10], 1 - torch.tensor(table.target)
+    measured, benign = load_breast_cancer(return_X_y=True)
+    x, y = torch.tensor(measured, dtype=torch.float32)[:, :10], 1 - torch.tensor(benign)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     train, test = order[: len(x) // 2], order[len(x) // 2 :]
     x = (x - x[train].mean(0)) / x[train].std(0)

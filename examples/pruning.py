@@ -17,9 +17,9 @@ import plausible as pl
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    x = torch.tensor(digits.data, dtype=torch.float32) / 16
-    y = torch.tensor(digits.target)
+    images, digits = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32) / 16
+    y = torch.tensor(digits)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, test = order[:1000], order[1000:]
     return x[train], y[train], x[test], y[test]

@@ -8,17 +8,10 @@ Run: python examples/sklearn_pipeline.py [--quick]. Needs the extra `sklearn`.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 
 import plausible as pl
-
-
-def log_score(estimator: Any, X: Any, y: Any) -> float:
-    """The mean log density of the targets: unlike R² it also judges the error bars."""
-    inputs = estimator[:-1].transform(X)
-    return float(estimator[-1].predictive(inputs).log_prob(np.array(y)[:, None]).mean())
 
 
 def main(quick: bool = False) -> None:
@@ -26,6 +19,8 @@ def main(quick: bool = False) -> None:
     from sklearn.model_selection import GridSearchCV, train_test_split
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import PowerTransformer
+
+    from plausible.sklearn import log_likelihood  # unlike R² it also judges the error bars
 
     X, y = load_diabetes(return_X_y=True, as_frame=True)
     X, X_test, y, y_test = train_test_split(X, y, test_size=0.3, random_state=0)
@@ -36,7 +31,7 @@ def main(quick: bool = False) -> None:
         "bayesianregressor__hidden": [(), (50,)],
         "bayesianregressor__prior": [pl.priors.Gaussian(0.1), pl.priors.Gaussian(1.0)],
     }
-    search = GridSearchCV(pipeline, grid, scoring=log_score, cv=2 if quick else 3).fit(X, y)
+    search = GridSearchCV(pipeline, grid, scoring=log_likelihood, cv=2 if quick else 3).fit(X, y)
     for rank in np.argsort(search.cv_results_["rank_test_score"]):
         method, hidden, prior = (search.cv_results_["params"][rank][name] for name in grid)
         score = search.cv_results_["mean_test_score"][rank]
@@ -44,12 +39,12 @@ def main(quick: bool = False) -> None:
 
     best = search.best_estimator_
     mean, std = best.predict(X_test, return_std=True)
-    print(f"\nheld out: R² {best.score(X_test, y_test):.2f}, log density {log_score(best, X_test, y_test):.3f}")
+    print(f"\nheld out: R² {best.score(X_test, y_test):.2f}, log density {log_likelihood(best, X_test, y_test):.3f}")
     for level in (0.5, 0.9):
         low, high = best[-1].predict_interval(best[:-1].transform(X_test), level)
         print(f"intervals of {level:.0%} hold {np.mean((low <= y_test) & (y_test <= high)):.0%} of the held-out targets")
     for row in np.argsort(std)[[0, -1]]:
-        print(f"patient {y_test.index[row]}: {mean[row]:.0f} ± {std[row]:.0f}, observed {y_test.iloc[row]:.0f}")
+        print(f"patient {row}: {mean[row]:.0f} ± {std[row]:.0f}, observed {np.asarray(y_test)[row]:.0f}")
 
 
 if __name__ == "__main__":

@@ -216,6 +216,25 @@ def test_what_is_generated_is_not_stale() -> None:
     assert generate.stale() == [], "run `make docs`"
 
 
+def test_a_type_checker_knows_what_a_method_gives(tmp_path: Path) -> None:
+    """What `make lint` asks of all pages: the right line is named where a kind of posterior lacks what others have."""
+    pytest.importorskip("basedpyright", reason="basedpyright is not installed")
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import typed
+    finally:
+        sys.path.pop(0)
+    start = (
+        "import torch\nimport plausible as pl\nfrom plausible.metrics import rmse\ndata = torch.ones(9, 1), torch.ones(9, 1)\n"
+    )
+    page = tmp_path / "page.md"
+    fits = {"NUTS()": "extend(3)", "Laplace()": "log_marginal()", '"map"': "predict(data[0])", "MAP()": "extend(3)"}
+    fitted = [f"pl.fit(torch.nn.Linear(1, 1), data, pl.{m}).{call}\n".replace('pl."', '"') for m, call in fits.items()]
+    page.write_text(f"# Page\n\n```python\n{start}{''.join(fitted)}```\n")
+    (complaint,) = typed.complaints([page])
+    assert complaint.startswith(f'{page}:11: Cannot access attribute "extend" for class "DrawsPosterior"')
+
+
 def test_readme_lists_the_methods_that_are_registered() -> None:
     rows = table(ROOT / "README.md", "Methods")
     listed = {row[0].strip("`"): row[1] for row in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
@@ -112,8 +113,8 @@ def test_methods_by_name() -> None:
 def test_the_summary_says_what_became_of_each_weight() -> None:
     network = mlp()
     network[0].bias.requires_grad_(False)
-    text = fit(network, (X, Y), where="last").summary()
-    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines()[1:]}
+    text = str(fit(network, (X, Y), where="last").summary())
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines()[2:]}
     assert rows == {
         "0.weight": "trained as a point",
         "0.bias": "fixed",
@@ -672,3 +673,30 @@ def test_a_diverging_run_says_where_and_keeps_the_last_good_state() -> None:
     assert caught.value.term in ("log_joint", "log_likelihood", "log_prior")
     kept = caught.value.posterior
     assert kept is None or all(bool(torch.isfinite(w).all()) for w in kept.weights().values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types
+
+
+@pytest.mark.parametrize(
+    ("method", "declared"),
+    [
+        (pl.MAP(epochs=2), "DrawsPosterior"),
+        (pl.SGLD(epochs=5, thin=1), "DrawsPosterior"),
+        (pl.MeanField(epochs=2), "LawPosterior"),
+        (pl.FullRank(epochs=2), "LawPosterior"),
+        (pl.IVON(epochs=2), "LawPosterior"),
+        (pl.DVI(epochs=2), "MomentsPosterior"),
+        (pl.Refined(epochs=2), "RefinedPosterior"),
+        (pl.Laplace(mode=pl.MAP(epochs=40)), "LaplacePosterior"),
+        (pl.NUTS(draws=3, warmup=5, chains=2), "ChainsPosterior"),
+        (pl.Ensemble(pl.MAP(epochs=2), members=2), "Posterior"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.filterwarnings("ignore:the network is not at a mode")
+def test_a_method_gives_the_kind_of_posterior_that_it_declares(method: pl.Method, declared: str) -> None:
+    assert inspect.get_annotations(type(method).posterior)["return"] == declared
+    posterior = fit(mlp(), (X, Y), method)
+    assert declared in [kind.__name__ for kind in type(posterior).__mro__]

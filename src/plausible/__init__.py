@@ -51,10 +51,11 @@ _MODULES = {
     "pruning": "analysis.pruning",
     "report": "apps.report",
     "schedules": "core.schedules",
+    "sklearn": "apps.sklearn",
     "testing": "testing",
     "uncertainty": "analysis.uncertainty",
 }
-_EXTRAS = ("BayesianClassifier", "BayesianRegressor")  # need scikit-learn, so `import *` leaves them out
+_EXTRAS = ("BayesianClassifier", "BayesianRegressor", "sklearn")  # need scikit-learn, so `import *` leaves them out
 
 
 def _methods() -> list[str]:

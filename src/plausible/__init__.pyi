@@ -19,6 +19,7 @@ from plausible.core import priors as priors
 from plausible.analysis import pruning as pruning
 from plausible.apps import report as report
 from plausible.core import schedules as schedules
+from plausible.apps import sklearn as sklearn
 from plausible import testing as testing
 from plausible.analysis import uncertainty as uncertainty
 from plausible.methods.chains.ais import AnnealedImportance as AnnealedImportance

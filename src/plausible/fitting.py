@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from plausible import engine
 from plausible.core import random, targets
@@ -25,7 +26,7 @@ from plausible.core.words import log
 from plausible.engine import Checkpoint, Options
 from plausible.engine.checkpoint import identity
 from plausible.engine.data_parallel import assemble
-from plausible.engine.method import Method
+from plausible.engine.method import Fitted, Method, Run
 from plausible.engine.ranks import Ranks, Team
 from plausible.engine.running import show_result
 from plausible.methods import create
@@ -37,11 +38,19 @@ from plausible.posteriors.verdicts import text
 
 __all__ = ["fit", "load"]
 
+P = TypeVar("P", bound=Posterior, default=Posterior, covariant=True)
+
+
+class Gives(Protocol[P]):
+    """A method, as far as type checkers need to know it: the kind of posterior that it gives."""
+
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> P: ...
+
 
 def fit(
     network: nn.Module | Model,
     data: Any,
-    method: Method | str = "auto",
+    method: Gives[P] | str = "auto",
     *,
     likelihood: Likelihood | None = None,
     prior: Prior | Mapping[str, Prior] | None = None,
@@ -58,7 +67,7 @@ def fit(
     mask: Any = None,
     precision: Literal["float32", "bfloat16", "tf32"] | None = None,
     time: float | str | None = None,
-) -> Posterior:
+) -> P:
     """p(w | D) ∝ p(D | w) p(w) for any network, by any method: module + data → `Posterior`.
 
     Args:
@@ -78,7 +87,7 @@ def fit(
         seed: the same seed gives the same bits on the same machine; torch's global generators are left as they were.
         device: "cpu", "cuda", "mps", "auto" for the best there is, or None for where the network is.
         compile: "auto" compiles or captures where that pays for the number of steps; True, False.
-        progress: a bar; None shows it on a terminal only.
+        progress: a bar; None shows it on a terminal and in a notebook only.
         checkpoint: a folder (or a `Checkpoint`) to write to now and then; if it holds one of the same run, that run goes on.
         callbacks: called with `(step, info)` after each step.
         num_data: examples in one pass, for iterable data sets without a length.
@@ -93,57 +102,57 @@ def fit(
     Raises ValueError or TypeError for bad input, `DivergenceError` where training meets NaN or infinity.
 
     """
-    method = create(method)
+    chosen = create(cast("Method | str", method))
     if time is not None:
-        if not isinstance(method, Auto):
+        if not isinstance(chosen, Auto):
             raise ValueError(
-                f"time= is for method='auto', which chooses by it; {type(method).__name__} runs as long as its settings say"
+                f"time= is for method='auto', which chooses by it; {type(chosen).__name__} runs as long as its settings say"
             )
-        method = replace(method, time=time)
+        chosen = replace(chosen, time=time)
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     seed = operator.index(seed)
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
-    with assemble(method) as team:  # the other processes of a run under torchrun, or none
+    with assemble(chosen) as team:  # the other processes of a run under torchrun, or none
         module = network.network if isinstance(network, Model) else network
         chosen_device = choose_device(module, team.device(device, module))
         # networks and methods may draw from torch's global generators: they are seeded for the run, and put back
         with torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
             if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
                 likelihood = init.likelihood  # targets in the units of the earlier fit
-            model, examples, method, choice = model_and_examples(
-                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, method, team
+            model, examples, chosen, choice = model_and_examples(
+                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, chosen, team
             )
             fresh = init is None and not isinstance(network, Model) and likelihood is not None and as_initialised(network)
             said = doubts.before(model, examples, fresh=fresh)
             doubts.warn([] if team.rank else said)
             starts = None
             if init is not None:
-                model, starts = continuing(model, init, getattr(method, "chains", None) or method.members or 1)
+                model, starts = continuing(model, init, getattr(chosen, "chains", None) or chosen.members or 1)
             if isinstance(team, Ranks):
-                model, starts = team.agree(model, starts, identity(method, model, examples, seed))
+                model, starts = team.agree(model, starts, identity(chosen, model, examples, seed))
             options = Options(
                 seed=seed,
                 compile=compile,
                 progress=progress,
                 callbacks=tuple(callbacks),
                 checkpoint=Checkpoint.of(checkpoint),
-                identity=identity(method, model, examples, seed, precision, starts) if checkpoint is not None else {},
+                identity=identity(chosen, model, examples, seed, precision, starts) if checkpoint is not None else {},
                 starts=starts,
                 team=team,
             )
             if precision == "tf32" and chosen_device.type != "cuda":
                 log.info("precision='tf32' has no effect on %s", chosen_device.type)
             with tensor_float(precision == "tf32" and chosen_device.type == "cuda"):
-                model, run, fitted = engine.run(method, model, examples, options)
+                model, run, fitted = engine.run(chosen, model, examples, options)
             resume = f"; resume with checkpoint={str(checkpoint)!r}" if checkpoint else ""
-            if fitted.interrupted and fitted.draws is None and method.traits.keeps_draws:
+            if fitted.interrupted and fitted.draws is None and chosen.traits.keeps_draws:
                 raise KeyboardInterrupt(f"stopped before the first draw was kept{resume}")
-            posterior = method.posterior(model, run, fitted)
+            posterior = chosen.posterior(model, run, fitted)
             if choice:
                 posterior.run["choice"] = choice
-            show_result(method, examples, posterior, fitted, callbacks)
+            show_result(chosen, examples, posterior, fitted, callbacks)
             if not fitted.interrupted:
                 later = doubts.after(posterior, run.data, run.held)
                 doubts.warn([] if team.rank else later)
@@ -157,7 +166,7 @@ def fit(
             UserWarning,
             stacklevel=2,
         )
-    return posterior
+    return cast("P", posterior)
 
 
 def model_and_examples(

@@ -28,6 +28,7 @@ import plausible as pl
 from plausible.blocks.chains import convergence as diagnostics
 from plausible.core import random
 from plausible.engine.method import Method, Run, Stage
+from plausible.fitting import Gives, P
 from plausible.methods import create, registry
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
@@ -100,7 +101,7 @@ class LinearGaussian:
             net.weight.copy_(torch.linspace(-1, 1, self.inputs))
         return net
 
-    def fit(self, method: Method, **settings: Any) -> Posterior:
+    def fit(self, method: Gives[P], **settings: Any) -> P:
         """Fit a method to this problem."""
         x, y, w = self.data()
         data = (x.float(), y.float(), w.float()) if self.weight != 1 else (x.float(), y.float())

@@ -337,7 +337,7 @@ def test_results_are_plain_data_and_come_back(full: Posterior) -> None:
     assert str(again) == str(found)
     for word in ("Wasserstein-2", "noise floor", "needs y", "no most probable class", "40 draws"):
         assert word in str(found)
-    assert replace(found, draws=1).table().row_count == len(found.measures)
+    assert len(replace(found, draws=1).as_table()) == len(found.measures)
 
 
 def test_it_is_a_function_of_the_package() -> None:

@@ -28,13 +28,13 @@ from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.ensemble import BaggingRegressor
 from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import PoissonRegressor
+from sklearn.linear_model import LinearRegression, PoissonRegressor
 from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator, parametrize_with_checks
 
-from plausible.apps.sklearn import BayesianClassifier, BayesianRegressor
+from plausible.apps.sklearn import BayesianClassifier, BayesianRegressor, log_likelihood
 from plausible.apps.tables import mlp
 from plausible.testing import Z
 
@@ -90,13 +90,143 @@ LEARNING = re.compile("train|classes|one_label|_int|idempotent|invariance|1sampl
     ("estimator", "check"),
     [
         pytest.param(estimator, check, id=f"{type(estimator).__name__}-{check.func.__name__}-{number}")
-        for default in (BayesianRegressor(), BayesianClassifier())
+        for default in (BayesianRegressor(time="2s"), BayesianClassifier(time="2s"))
         for number, (estimator, check) in enumerate(estimator_checks_generator(default))
         if LEARNING.search(check.func.__name__)
     ],
 )
 def test_conventions_with_the_defaults(estimator: Any, check: Any) -> None:
     check(estimator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The defaults
+
+
+def test_bayesian_by_default() -> None:
+    """The method that `auto` chooses, with its own likelihood and prior, as `fit` would with them."""
+    X, y = regression(40)
+    model = BayesianRegressor(time="2s", hidden=(4,), random_state=0).fit(X, y)
+    assert model.method == "auto"
+    assert isinstance(model.posterior_.method, pl.HMC)
+    assert model.posterior_.run["choice"].startswith("hmc: 40 rows")
+    assert isinstance(model.posterior_.likelihood, pl.likelihoods.StudentT)
+    assert (model.predictive(X).epistemic > 0).all()
+    far = model.predictive(X + 20 * X.std(0))
+    assert (far.epistemic.mean() > 10 * model.predictive(X).epistemic.mean()).all()
+    given = BayesianRegressor(time="2s", hidden=(4,), likelihood="gaussian", random_state=0).fit(X, y)
+    assert isinstance(given.posterior_.likelihood, pl.likelihoods.Gaussian)
+    classifier = BayesianClassifier(time="2s", hidden=(4,), random_state=0).fit(*labels())
+    assert isinstance(classifier.posterior_.method, pl.HMC)
+    assert (classifier.predictive(labels()[0]).mutual_information > 0).all()
+
+
+def test_time_is_for_auto() -> None:
+    X, y = regression(300)
+    quick = BayesianRegressor(pl.methods.create("auto"), time=0.5, hidden=(20,), random_state=0).fit(X, y)
+    assert quick.posterior_.method.leapfrogs < 50  # those of a minute
+    with pytest.raises(ValueError, match="time must be a positive number"):
+        BayesianRegressor(time="soon").fit(X, y)
+    with pytest.raises(ValueError, match="time= is for method='auto'"):
+        BayesianRegressor("map", time="2s").fit(X, y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings of the method
+
+
+def test_settings_of_the_method_are_settings_of_the_estimator() -> None:
+    model = BayesianRegressor(pl.Ensemble(pl.MAP(epochs=5), members=3), likelihood=pl.likelihoods.Gaussian(0.5))
+    deep = model.get_params()
+    assert (deep["method__members"], deep["method__method__epochs"], deep["likelihood__scale"]) == (3, 5, 0.5)
+    assert set(model.get_params(deep=False)) == {name for name in deep if "__" not in name}
+    assert model.set_params(method__members=2, method__method__lr=0.1, likelihood__scale=0.25) is model
+    assert model.method == pl.Ensemble(pl.MAP(epochs=5, lr=0.1), members=2)
+    assert model.likelihood == pl.likelihoods.Gaussian(0.25)
+    model.set_params(method__method__lr__end=0.5, method__method__lr=pl.schedules.Cosine(1.0))  # the inner one comes after
+    assert model.method.method.lr == pl.schedules.Cosine(1.0, end=0.5)
+    assert clone(model).get_params() == model.get_params()
+    assert clone(model).method == model.method
+
+
+def test_a_method_by_name_has_settings_too() -> None:
+    model = BayesianClassifier("map")
+    assert model.get_params()["method__epochs"] is None
+    assert model.method == "map"  # looking changes nothing
+    assert model.set_params(method__epochs=3).method == pl.MAP(epochs=3)
+    assert model.set_params(method="ensemble", method__members=2).method == pl.Ensemble(members=2)
+    assert BayesianRegressor("nonsense").get_params()["method"] == "nonsense"  # refused by fit, as any bad setting
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method__epoch": 3}, "MAP has no setting 'epoch'.*did you mean 'epochs'"),
+        (
+            {"method__batch_size__x": 3},
+            "method__batch_size__x cannot be set: method__batch_size is 'auto', which has no settings",
+        ),
+        ({"prior__scale": 3.0}, "prior__scale cannot be set: prior is None"),
+        ({"method__epochs": 0}, "MAP: epochs must be at least 1"),
+        ({"widths": 3}, "Invalid parameter 'widths'"),
+    ],
+)
+def test_settings_that_are_not_there(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BayesianRegressor("map").set_params(**settings)
+
+
+def test_grid_search_over_a_setting_of_the_method() -> None:
+    X, y = regression()
+    grid = {"method__lr": [1e-5, 0.05], "method__epochs": [60]}
+    search = GridSearchCV(BayesianRegressor("map", random_state=0), grid, cv=2, scoring=log_likelihood, error_score="raise")
+    assert search.fit(X, y).best_params_ == {"method__lr": 0.05, "method__epochs": 60}
+    assert search.best_estimator_.posterior_.method == pl.MAP(epochs=60, lr=0.05)
+    pipeline = make_pipeline(StandardScaler(), BayesianRegressor(QUICK))
+    assert pipeline.set_params(bayesianregressor__method__epochs=2)[-1].method == pl.MAP(epochs=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The scorer
+
+
+def test_log_likelihood_of_numbers() -> None:
+    X, y = regression(targets=2)
+    model = BayesianRegressor(QUICK, random_state=0).fit(X, y)
+    each = model.predictive(X).log_prob(y).numpy()
+    assert np.array_equal(model.log_prob(X, y), each)
+    assert log_likelihood(model, X, y) == pytest.approx(each.mean())
+    weight = np.arange(80.0)
+    assert log_likelihood(model, X, y, sample_weight=weight) == pytest.approx(np.average(each, weights=weight))
+    single = BayesianRegressor(QUICK, random_state=0).fit(X, y[:, 0])
+    assert np.allclose(single.log_prob(X, y[:, 0]), single.predictive(X).log_prob(y[:, :1]))
+    thousandfold = BayesianRegressor(QUICK, random_state=0).fit(X, y[:, 0] * 1024)
+    assert log_likelihood(thousandfold, X, y[:, 0] * 1024) == pytest.approx(log_likelihood(single, X, y[:, 0]) - math.log(1024))
+
+
+@pytest.mark.parametrize("kind", ["text", "object", "numbers"])
+def test_log_likelihood_of_classes(kind: str) -> None:
+    X, y = labels(kind)
+    model = BayesianClassifier(QUICK, random_state=0).fit(X, y)
+    chosen = np.log(model.predict_proba(X)[np.arange(90), np.searchsorted(model.classes_, y)])
+    assert np.allclose(model.log_prob(X, y), chosen)
+    assert log_likelihood(model, X, y) == pytest.approx(-sklearn.metrics.log_loss(y, model.predict_proba(X)))
+    with pytest.raises(ValueError, match="y has labels that were not in the training data"):
+        model.log_prob(X[:1], np.array(["plum"], dtype=object) if kind != "numbers" else [99])
+
+
+def test_the_scorer_looks_through_pipelines_and_searches() -> None:
+    X, y = regression()
+    pipeline = make_pipeline(StandardScaler(), BayesianRegressor(QUICK, standardise=False, random_state=0)).fit(X, y / 40)
+    scaled = StandardScaler().fit_transform(X)
+    assert log_likelihood(pipeline, X, y / 40) == pytest.approx(log_likelihood(pipeline[-1], scaled, y / 40))
+    assert log_likelihood(make_pipeline(pipeline[-1]), scaled, y / 40) == pytest.approx(log_likelihood(pipeline, X, y / 40))
+    grid = {"bayesianregressor__hidden": [(3,)]}
+    search = GridSearchCV(pipeline, grid, scoring=log_likelihood, cv=2).fit(X, y / 40)
+    assert search.score(X, y / 40) == log_likelihood(search.best_estimator_, X, y / 40)
+    assert cross_val_score(pipeline, X, y / 40, scoring=log_likelihood, cv=2).shape == (2,)
+    with pytest.raises(TypeError, match=r"log_likelihood scores a BayesianRegressor .* got LinearRegression"):
+        log_likelihood(LinearRegression(), X, y)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 import plausible as pl
@@ -695,10 +696,92 @@ def test_numbers_that_the_network_cannot_hold_are_called_large() -> None:
         pl.fit(torch.nn.Linear(3, 1), (x.double() * 1e300, y), pl.MAP(epochs=1), progress=False)
 
 
-def test_predict_takes_inputs_and_not_loaders() -> None:
+class Pairs(Dataset):
+    """Rows (x, y), fetched one by one."""
+
+    def __init__(self, x: Any, y: Tensor):
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, row: int) -> Any:
+        return take(self.x, row), self.y[row]
+
+
+class Duck:
+    """A data set that is none of torch's, with weights."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row], 0.0, 1.0
+
+
+class Stream(IterableDataset):
+    """Inputs alone."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.x)
+
+
+def test_predict_takes_what_fit_takes() -> None:
+    x, y = torch.randn(300, 3), torch.randn(300, 1)
+    method = pl.Laplace(mode=pl.MAP(epochs=30))
+    posterior = pl.fit(nn.Linear(3, 1), (x, y), method, compile=False, progress=False)
+    expected, functions = posterior.predict(x), posterior.functions(x, draws=3)
+    loader = DataLoader(Pairs(x, y), batch_size=7)
+    before = torch.get_rng_state()
+    for given in (TensorDataset(x, y), TensorDataset(x), Pairs(x, y), loader, Duck(x), Stream(x), DataLoader(x)):
+        found = posterior.predict(given)
+        assert len(found) == 300
+        assert torch.equal(found.mean, expected.mean)
+        assert torch.equal(found.variance, expected.variance)
+        assert torch.equal(posterior.functions(given, draws=3), functions)
+        assert torch.equal(posterior.moments(given)[0], posterior.moments(x)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    sampled = pl.fit(nn.Linear(3, 1), (x, y), pl.SGLD(epochs=9, thin=2), compile=False, progress=False)
+    assert sampled.diagnostics(loader) == sampled.diagnostics(x)
+    prior = pl.prior_predictive(nn.Linear(3, 1), loader, pl.likelihoods.Gaussian())
+    assert prior.num_inputs == 300
+
+
+def test_predict_takes_loaders_of_nested_inputs() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            return self.inner(x["a"] + x["b"])
+
+    x, y = {"a": torch.randn(20, 3), "b": torch.randn(20, 3)}, torch.randn(20, 1)
+    posterior = pl.fit(Sum(), (x, y), pl.MAP(epochs=1), compile=False, progress=False)
+    assert torch.equal(posterior.predict(DataLoader(Pairs(x, y), batch_size=6)).mean, posterior.predict(x).mean)
+
+
+def test_loaders_that_cannot_be_predicted() -> None:
     x, y = torch.randn(20, 3), torch.randn(20, 1)
-    posterior = pl.fit(torch.nn.Linear(3, 1), (x, y), pl.MAP(epochs=1), compile=False, progress=False)
-    data = torch.utils.data.TensorDataset(x, y)
-    for wrong in (data, torch.utils.data.DataLoader(data)):
-        with pytest.raises(TypeError, match=r"x must be inputs, got a .*pass its tensor"):
-            posterior.predict(wrong)
+    posterior = pl.fit(nn.Linear(3, 1), (x, y), pl.MAP(epochs=1), compile=False, progress=False)
+    rows = Pairs(x, y)
+    batches = BatchSampler(RandomSampler(rows), 4, drop_last=False)
+    shuffled = [DataLoader(rows, shuffle=True), DataLoader(rows, batch_sampler=batches)]
+    shuffled += [DataLoader(rows, sampler=s) for s in (SubsetRandomSampler(range(5)), WeightedRandomSampler([1.0] * 20, 9))]
+    for loader in shuffled:
+        with pytest.raises(ValueError, match="x is a loader that shuffles"):
+            posterior.predict(loader)
+    with pytest.raises(ValueError, match="x is empty"):
+        posterior.predict(DataLoader(Pairs(x[:0], y[:0])))
+    with pytest.raises(ValueError, match="batches of the loader do not fit together"):
+        posterior.predict(DataLoader([x[:2], x[:3, :2]], batch_size=None))
+    with pytest.raises(ValueError, match="x contains 1 non-finite value"):
+        posterior.predict(TensorDataset(torch.tensor([[0.0, 1.0, torch.nan]])))
+    with pytest.raises(TypeError, match=r"x must be inputs, got a .*pass its tensor"):
+        pl.fit(nn.Linear(3, 1), (TensorDataset(x), y), pl.MAP(epochs=1))

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ import plausible as pl
 from plausible.core import memory, storage
 from plausible.core.data import Batch, Order, accumulate, as_data
 from plausible.core.weights import Weights, clone
-from plausible.engine import loop
+from plausible.engine import loop, watching
 from plausible.engine.method import Fitted, Method, Plan, Run, Traits
 from plausible.posteriors.draws import DrawsPosterior
 
@@ -188,6 +190,61 @@ def test_the_bar_goes_away_when_training_fails(monkeypatch: pytest.MonkeyPatch) 
         _count(Count(bad_term=5), progress=True)
     assert bars
     assert not bars[0].live.is_started
+
+
+class Place:
+    """What IPython's `display` gives to write over."""
+
+    def __init__(self, shown: list[str]):
+        self.shown = shown
+
+    def update(self, value: Any) -> None:
+        self.shown.append(value)
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A kernel, as far as a bar can see: everything that was displayed, in its order."""
+    shown: list[str] = []
+    show = types.ModuleType("IPython.display")
+    show.HTML = lambda text: text  # type: ignore[attr-defined]
+    show.display = lambda value, display_id: shown.append(value) or Place(shown)  # type: ignore[attr-defined, func-returns-value]
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", show)
+    return shown
+
+
+def test_a_notebook_gets_a_bar_of_its_own(notebook: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pl.fit(_network(), _data(), pl.MAP(epochs=3), compile=False)
+    assert notebook[0].startswith('MAP <progress value="0" max="3"></progress> 0/3 steps')
+    assert any("log joint" in text for text in notebook)
+    assert notebook[-1] == ""  # gone at the end
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_in_a_notebook_can_be_refused_and_goes_away(notebook: list[str]) -> None:
+    pl.fit(_network(), _data(), pl.MAP(epochs=3), compile=False, progress=False)
+    assert notebook == []
+    with pytest.raises(pl.DivergenceError):
+        _count(Count(bad_term=5), progress=True)
+    assert notebook[-1] == ""
+
+
+def test_a_notebook_is_not_flooded(notebook: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(np.arange(0.0, 1e3, 0.01))
+    monkeypatch.setattr(watching.time, "monotonic", lambda: float(next(clock)))
+    with watching.Progress("<b>", 1000, "steps") as bar:
+        for done in range(200):
+            bar.update(done, "loss 1 < 2")
+    assert len(notebook) < 40
+    assert "/s, " in notebook[-2]
+    assert "s left" in notebook[-2]
+    assert "loss 1 &lt; 2" in notebook[-2]
+    assert notebook[-2].startswith("&lt;b&gt; ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_which_weights_have_factors() -> None:
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
     x, y = torch.randn(12, 1, 4, 4), torch.randint(2, (12,))
     posterior = pl.fit(net, (x, y), pl.MultiplicativeFlow(epochs=2, transforms=1, hidden=4), **QUIET)
-    text = posterior.summary()
+    text = str(posterior.summary())
     assert "0.weight  3×1×3×3  inferred, with a factor for each filter" in text
     assert "3.weight  2×12     inferred, with a factor for each input" in text
     assert "3.bias    2        inferred, independent Gaussians" in text

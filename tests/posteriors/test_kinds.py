@@ -149,6 +149,8 @@ def test_functions_predictions_and_metrics(kind: str) -> None:
     assert pl.fidelity(posterior, posterior, x, draws=50).draws == 50
     assert posterior.summary()
     assert repr(posterior)
+    assert "<table>" in posterior._repr_html_()
+    assert "<table>" in predictive._repr_html_()
     assert posterior.diagnostics()["chains"] == 1
 
 

@@ -326,13 +326,13 @@ def test_too_few_draws_have_counts_alone() -> None:
 
 def test_a_posterior_says_what_it_is(posterior: Any) -> None:
     assert repr(posterior) == "<DrawsPosterior by SGLD: 22 random weights, 20 examples>"
-    summary = posterior.summary()
+    summary = str(posterior.summary())
     for part in ("SGLD posterior, Gaussian likelihood, 20 examples", "0.weight", "5×2", "likelihood.log_scale", "inferred"):
         assert part in summary
     assert posterior.log_evidence is None
     assert len(posterior) == DRAWS
     assert posterior.device == torch.device("cpu")
-    partly = _fit(replace(STEPS, epochs=1), where="last").summary()
+    partly = str(_fit(replace(STEPS, epochs=1), where="last").summary())
     assert "trained as a point" in partly
 
 

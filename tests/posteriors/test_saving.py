@@ -293,7 +293,7 @@ def test_an_own_method_comes_back_as_its_name(wrapped: bool, tmp_path: Path) -> 
     assert _equal(posterior, loaded)
     assert loaded.method == Opaque("Ensemble" if wrapped else "OwnMethod")
     assert ("Ensemble" if wrapped else "OwnMethod") in repr(loaded)
-    assert ("Ensemble" if wrapped else "OwnMethod") in loaded.summary()
+    assert ("Ensemble" if wrapped else "OwnMethod") in str(loaded.summary())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

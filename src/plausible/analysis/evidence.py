@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from plausible.analysis.tables import plain_text, rich_table
 from plausible.blocks.curvature.tuning import Evidence
 from plausible.core.data import num_rows, take
+from plausible.core.tables import Table, Tabular, data_frame
 from plausible.posteriors.base import Posterior, check_draws
 from plausible.posteriors.predictive import Draws, Predictive
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["Comparison", "Evidence", "Row", "compare", "log_symmetries", "verdict"]
 
@@ -75,7 +72,7 @@ class Row:
         return ", ".join([*words, f"given {self.points:,} points"] if self.points else words)
 
 
-class Comparison:
+class Comparison(Tabular):
     """Models of the same data, the most probable first: `rows`, `best`, `probabilities`; `print` shows a table.
 
     `posteriors` are those that were compared, by name. `predict` averages over all of them.
@@ -143,8 +140,12 @@ class Comparison:
     def to_records(self) -> list[dict[str, Any]]:
         return [asdict(row) for row in self.rows]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """The heads and the cells of the table; columns that no row has anything in are left out."""
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each model and the fields of `Row`; needs pandas."""
+        return data_frame(self.to_records())
+
+    def as_table(self) -> Table:
+        """Columns that no row has anything in are left out."""
         rows = [
             {
                 "model": row.name,
@@ -162,18 +163,7 @@ class Comparison:
             for row in self.rows
         ]
         heads = [head for head in rows[0] if any(row[head] for row in rows)]
-        return heads, [[row[head] for head in heads] for row in rows]
-
-    def to_markdown(self) -> str:
-        heads, rows = self._cells()
-        lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-    def __rich__(self) -> Table:
-        return rich_table(*self._cells(), words=("model", "evidence against", "note"))
-
-    def __str__(self) -> str:
-        return plain_text(self.__rich__())
+        return Table(heads, [[row[head] for head in heads] for row in rows], words=("model", "evidence against", "note"))
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} models: {self.best} has probability {self.rows[0].probability:.3g}>"

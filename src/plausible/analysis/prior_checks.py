@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible.core import random
-from plausible.core.data import Batch, as_inputs, num_rows, take
+from plausible.core.data import Batch, num_rows, read_inputs, take
 from plausible.core.draws import outputs_of_draws
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
@@ -40,7 +40,7 @@ def prior_predictive(
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise ValueError(f"draws must be a whole number of at least 1, got {draws!r}")
     first = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(()))
-    inputs = as_inputs(x, dtype=first.dtype, device=first.device)
+    inputs = read_inputs(x, dtype=first.dtype, device=first.device)
     if num_rows(inputs) == 0:
         raise ValueError("x is empty: there is nothing to predict")
     # A model is built from an example of its data; of the inputs a few are enough, and targets are not looked at.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plausible.analysis import metrics
-from plausible.analysis.tables import plain_text, rich_table
 from plausible.core import weights as tree
 from plausible.core.networks import Where
+from plausible.core.tables import Table, Tabular, data_frame
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.predictive import Predictive
 from plausible.posteriors.pruning import CRITERIA, Criterion, check_fraction, means, prune, scores
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 __all__ = ["CRITERIA", "FRACTIONS", "Criterion", "PruningTable", "Row", "means", "prune", "scores", "table"]
 
@@ -46,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class PruningTable:
+class PruningTable(Tabular):
     """Rows by criterion and fraction; `print` shows them with the criteria side by side."""
 
     rows: tuple[Row, ...]
@@ -54,23 +51,25 @@ class PruningTable:
     def to_dict(self) -> dict[str, Any]:
         return {"rows": [asdict(row) for row in self.rows]}
 
-    def __rich__(self) -> RichTable:
+    def to_pandas(self) -> Any:
+        """A data frame with the fields of `Row`; needs pandas."""
+        return data_frame([asdict(row) for row in self.rows])
+
+    def as_table(self) -> Table:
         criteria = list(dict.fromkeys(row.by for row in self.rows))
         measured = [score for score in ("error", "rmse", "nll") if getattr(self.rows[0], score) is not None]
         several = len(criteria) > 1
         words = {"error": "error", "rmse": "RMSE", "nll": "NLL (nats)"}
         scored = [f"{words[score]} by {by}" if several else words[score] for score in measured for by in criteria]
-        table = rich_table(("pruned" if several else f"pruned by {criteria[0]}", "weights left", "dense", "sparse", *scored))
+        heads = ("pruned" if several else f"pruned by {criteria[0]}", "weights left", "dense", "sparse", *scored)
+        lines = []
         for fraction in dict.fromkeys(row.fraction for row in self.rows):
             rows = {row.by: row for row in self.rows if row.fraction == fraction}
             first = rows[criteria[0]]
             cells = [_number(score, getattr(rows[by], score)) for score in measured for by in criteria]
             sizes = [_bytes(first.dense_bytes), _bytes(first.sparse_bytes)]
-            table.add_row(f"{100 * fraction:.4g} %", f"{first.kept:,}", *sizes, *cells)
-        return table
-
-    def __str__(self) -> str:
-        return plain_text(self.__rich__())
+            lines.append([f"{100 * fraction:.4g} %", first.kept, *sizes, *cells])
+        return Table(heads, lines)
 
 
 def table(

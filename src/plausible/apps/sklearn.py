@@ -8,43 +8,50 @@ Inputs and continuous targets are standardised inside; every prediction is in th
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plausible import fitting
+from plausible.apps.assembling import refuse_unknown
 from plausible.apps.responses import CONTINUOUS, COUNTS, Response
 from plausible.apps.tables import mlp
 from plausible.core import likelihoods
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import private_copy
+from plausible.methods import create
+from plausible.methods.automatic.auto import Auto
 from plausible.posteriors.base import Posterior
 from plausible.posteriors.predictive import Predictive
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.pipeline import Pipeline
     from sklearn.preprocessing import LabelEncoder, StandardScaler
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_array, check_is_fitted, validate_data
 except ImportError as error:
     raise ImportError(
         f"plausible.sklearn needs scikit-learn 1.6 or newer ({error}): pip install 'plausible[sklearn]'"
     ) from error
 
-__all__ = ["BayesianClassifier", "BayesianRegressor"]
+__all__ = ["BayesianClassifier", "BayesianRegressor", "log_likelihood"]
 
 FLOATS = [np.float64, np.float32]
 LARGEST = float(np.finfo(np.float32).max)
+NESTED = ("method", "likelihood", "prior")  # settings that have settings
 
 
 class _BayesianNetwork(BaseEstimator):
@@ -54,8 +61,9 @@ class _BayesianNetwork(BaseEstimator):
 
     def __init__(
         self,
-        method: Any = "map",
+        method: Any = "auto",
         *,
+        time: float | str | None = None,
         hidden: Any = (50,),
         activation: str = "relu",
         network: Any = None,
@@ -69,6 +77,7 @@ class _BayesianNetwork(BaseEstimator):
         progress: bool | None = False,
     ):
         self.method = method
+        self.time = time
         self.hidden = hidden
         self.activation = activation
         self.network = network
@@ -81,7 +90,30 @@ class _BayesianNetwork(BaseEstimator):
         self.compile = compile
         self.progress = progress
 
-    def _infer(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, likelihood: Likelihood, outputs: int) -> None:
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The settings; `deep` adds those of the method, likelihood and prior, as `method__epochs` or `method__method__lr`."""
+        params = dict(super().get_params(deep))
+        for name in NESTED if deep else ():
+            params |= {f"{name}__{inner}": value for inner, value in _settings_of(_described(name, params[name])).items()}
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Change settings; `method__epochs=50` is one of the method, also where that was given by name."""
+        own, nested = {}, defaultdict[str, dict[str, Any]](dict)
+        for key, value in params.items():
+            name, _, inner = key.partition("__")
+            if inner and name in NESTED:
+                nested[name][inner] = value
+            else:
+                own[key] = value
+        super().set_params(**own)
+        for name, settings in nested.items():
+            setattr(self, name, _changed(name, _described(name, getattr(self, name)), settings))
+        return self
+
+    def _infer(
+        self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, likelihood: Likelihood | None, outputs: int
+    ) -> None:
         """`plausible.fit` on standardised inputs [N, D] and targets as the network sees them: [N, T], or classes [N]."""
         # Weighted rows count in the moments too, so that a row of weight 2 is the same as two rows.
         self.scaler_ = _scaler(X, weight) if _flag(self.standardise) else None
@@ -99,6 +131,7 @@ class _BayesianNetwork(BaseEstimator):
             device=self.device,
             compile=self.compile,
             progress=self.progress,
+            time=self.time,
         )
 
     def _make_network(self, X: np.ndarray, outputs: int, seed: int) -> nn.Module:
@@ -143,6 +176,14 @@ class _BayesianNetwork(BaseEstimator):
         """Targets as tensors [..., N, T] or [..., N] → as the user gave them."""
         raise NotImplementedError
 
+    def log_prob(self, X: Any, y: Any) -> np.ndarray:
+        """The log density (of labels the log probability) of each row of targets, [N], in nats and in the units of y."""
+        return self.predictive(X).log_prob(self._encode(y)).cpu().numpy()
+
+    def _encode(self, y: Any) -> np.ndarray:
+        """Targets as the user has them → as `predictive` speaks of them."""
+        raise NotImplementedError
+
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
         """Draws of y, [N, n_samples] or [N, T, n_samples]: each picks one f_s for all rows, then y ~ p(y | f_s)."""
         drawn = self.predictive(X).sample(_whole("n_samples", n_samples), seed=_as_seed(random_state))
@@ -169,16 +210,17 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
     """Regression with honest error bars: p(y | x, D) of a network, behind `fit` and `predict`.
 
     Args:
-        method: a method or its name: "map", "ensemble", `pl.SGLD(epochs=500)`, … "map" is fast and has no epistemic
-            uncertainty; "ensemble" is a robust first choice.
+        method: a method or its name: "ensemble", `pl.SGLD(epochs=500)`, … "auto" chooses one by rows, weights and `time`:
+            chains for small tables, then ensembles. `set_params(method__epochs=50)` changes a setting of it.
+        time: of "auto": about how long a fit may take, in seconds or as "5m"; about a minute if None.
         hidden: widths of the hidden layers, (50,) or 50; () is a linear model.
         activation: "relu", "tanh", "silu" or "gelu".
         network: instead of `hidden` and `activation`: a function (n_features, n_outputs) → `nn.Module`, or a module, whose
             weights are the starting point. It maps [N, n_features] to [N, n_outputs].
-        likelihood: None or "gaussian" (noise learned, one for each target), "heteroscedastic" (noise that depends on x),
-            "student-t", "poisson", "negative-binomial", or one of `pl.likelihoods`. A fixed `scale` of `Gaussian` and
-            `StudentT` is in the units of y.
-        prior: over the weights, as for `pl.fit`; default `pl.priors.Gaussian(scale=1.0)`.
+        likelihood: "gaussian" (noise learned, one for each target), "heteroscedastic" (noise that depends on x), "student-t",
+            "poisson", "negative-binomial", or one of `pl.likelihoods`; None is "gaussian", and of "auto" its own choice. A
+            fixed `scale` of `Gaussian` and `StudentT` is in the units of y.
+        prior: over the weights, and what None means, as for `pl.fit`.
         draws: how many draws predictions average over; None takes all that were stored.
         standardise: subtract the mean and divide by the standard deviation, for X and for continuous y. Constant columns
             are only centred. Counts stay as they are.
@@ -200,16 +242,19 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         self._flat = y.ndim == 1
         X, y, weight = _weighted(X, y.astype(np.float64).reshape(len(y), -1), sample_weight)
         self.n_outputs_ = y.shape[1]
-        likelihood = _regression_likelihood(self.likelihood, self.n_outputs_)
+        automatic = self.likelihood is None and isinstance(create(self.method), Auto)
+        likelihood = None if automatic else _regression_likelihood(self.likelihood, self.n_outputs_)
         self.target_loc_: np.ndarray | None = None
         self.target_scale_: np.ndarray | None = None
-        if _flag(self.standardise) and likelihood.kind == "continuous":
+        if _flag(self.standardise) and (likelihood is None or likelihood.kind == "continuous"):
             scaler = _scaler(y, weight)
             self.target_loc_, self.target_scale_ = scaler.mean_, scaler.scale_
             if not np.isfinite(scaler.scale_).all():
                 raise ValueError("y has values too large for arithmetic; rescale it")
-            y, likelihood = scaler.transform(y), _standardised_noise(likelihood, scaler.scale_)
-        self._infer(X, y, weight, likelihood, _num_outputs(likelihood, self.n_outputs_))
+            y, likelihood = scaler.transform(y), likelihood and _standardised_noise(likelihood, scaler.scale_)
+        self._infer(
+            X, y, weight, likelihood, self.n_outputs_ if likelihood is None else _num_outputs(likelihood, self.n_outputs_)
+        )
         return self
 
     def predictive(self, X: Any) -> Predictive:
@@ -229,6 +274,9 @@ class BayesianRegressor(RegressorMixin, _BayesianNetwork):
         """(low, high), each shaped like y: the equal-tailed interval that holds each y with probability `level`."""
         low, high = self.predictive(X).interval(level)
         return self._decode(low), self._decode(high)
+
+    def _encode(self, y: Any) -> np.ndarray:
+        return check_array(y, ensure_2d=False, dtype=np.float64, input_name="y").reshape(len(y), -1)
 
     def _decode(self, values: Tensor) -> np.ndarray:
         array = values.cpu().numpy()
@@ -277,8 +325,74 @@ class BayesianClassifier(ClassifierMixin, _BayesianNetwork):
         best = self.predict_proba(X).argmax(axis=1)  # first, as it refuses an estimator that is not fitted
         return self.classes_[best]
 
+    def _encode(self, y: Any) -> np.ndarray:
+        labels = np.asarray(y)
+        strange = np.setdiff1d(labels, self.classes_)
+        if len(strange):
+            raise ValueError(f"y has labels that were not in the training data: {strange[:5].tolist()}; stratify the split")
+        return np.searchsorted(self.classes_, labels)
+
     def _decode(self, values: Tensor) -> np.ndarray:
         return self.classes_[values.cpu().numpy()]
+
+
+def log_likelihood(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
+    """The mean log density of held-out targets, in nats a row: a scorer, for `scoring=` of searches and of cross-validation.
+
+    Higher is better, and honest error bars score highest. Takes one of the estimators here, alone, at the end of a pipeline, or
+    as a search has fitted it.
+    """
+    while not isinstance(estimator, _BayesianNetwork):
+        if isinstance(estimator, Pipeline):
+            X, estimator = estimator[:-1].transform(X) if len(estimator) > 1 else X, estimator[-1]
+        elif hasattr(estimator, "best_estimator_"):
+            estimator = estimator.best_estimator_
+        else:
+            known = "BayesianRegressor or BayesianClassifier, or a pipeline or search of one"
+            raise TypeError(f"log_likelihood scores a {known}, got {type(estimator).__name__}")
+    return float(np.average(estimator.log_prob(X, y), weights=sample_weight))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings inside settings: method__epochs
+
+
+def _described(name: str, value: Any) -> Any:
+    """The value of a setting; a method that was given by its name, as the instance that the name stands for."""
+    if name == "method" and isinstance(value, str):
+        with suppress(ValueError):  # an unknown name is for `fit` to refuse
+            return create(value)
+    return value
+
+
+def _settings_of(thing: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and with `__` between those of the dataclasses in them."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(thing) if _has_settings(thing) else ():
+        value = getattr(thing, field.name)
+        found |= {field.name: value} | {f"{field.name}__{inner}": v for inner, v in _settings_of(value).items()}
+    return found
+
+
+def _changed(label: str, thing: Any, settings: Mapping[str, Any]) -> Any:
+    """The dataclass with these fields, checked by its constructor."""
+    if not _has_settings(thing):
+        raise ValueError(f"{label}__{next(iter(settings))} cannot be set: {label} is {thing!r}, which has no settings")
+    known = [field.name for field in dataclasses.fields(thing)]
+    refuse_unknown({key.partition("__")[0]: None for key in settings}, known, type(thing).__name__)
+    changes = {key: value for key, value in settings.items() if "__" not in key}
+    for name in dict.fromkeys(key.partition("__")[0] for key in settings if "__" in key):
+        inner = {key.removeprefix(f"{name}__"): value for key, value in settings.items() if key.startswith(f"{name}__")}
+        changes[name] = _changed(f"{label}__{name}", changes.get(name, getattr(thing, name)), inner)
+    return replace(thing, **changes)
+
+
+def _has_settings(thing: Any) -> bool:
+    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments, checked
 
 
 def _flag(standardise: Any) -> bool:

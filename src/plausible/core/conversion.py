@@ -88,9 +88,7 @@ def _is_leaf(value: Any) -> bool:
 def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: str = "x") -> Any:
     """Inputs as a tree of tensors: floating leaves take the module's dtype, integers stay; NaN and infinity are refused."""
     if isinstance(x, DataLoader | Dataset):
-        raise TypeError(
-            f"{name} must be inputs, got a {type(x).__name__}; pass its tensor or array of inputs (batch_size= keeps memory small)"
-        )
+        raise TypeError(f"{name} must be inputs, got a {type(x).__name__}; pass its tensor or array of inputs")
 
     def leaf(value: Any) -> Tensor:
         tensor = as_tensor(value, name)

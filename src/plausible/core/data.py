@@ -24,13 +24,14 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
 
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
-from plausible.core.random import generator, permutation
+from plausible.core.random import generator, isolated, permutation
 from plausible.core.weights import tensors, tree_map
 from plausible.core.words import log
 
@@ -242,8 +243,7 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         data = data.tensors
     if isinstance(data, (tuple, list)):
         return _as_arrays(data, dtype=dtype, device=device, mask=mask, num_data=num_data)
-    usable = isinstance(data, (DataLoader, Dataset)) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
-    if not usable or is_frame(data) or isinstance(data, (Mapping, Tensor, np.ndarray, str, bytes)):
+    if not _is_dataset(data):
         hint = "; for a data frame pass (frame[inputs], frame[[target]])" if is_frame(data) else ""
         raise TypeError(f"data must be (x, y), (x, y, weights), a Dataset or a DataLoader, got {type(data).__name__}{hint}")
     if mask is not None and not isinstance(mask, str):
@@ -261,6 +261,35 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
         raise ValueError("data is empty: the data set has no examples")
     source = DataLoader(data, batch_size=128) if isinstance(data, IterableDataset) else data
     return StreamData(source, total, dtype, device, mask)
+
+
+def _is_dataset(data: Any) -> bool:
+    """Whether this is a loader, or has rows that can be asked for and is no array."""
+    if isinstance(data, (DataLoader, Dataset)):
+        return True
+    array = isinstance(data, (Mapping, tuple, list, Tensor, np.ndarray, str, bytes)) or hasattr(data, "to_numpy")
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not array
+
+
+def read_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """`as_inputs`, also of a data set or a loader: read once, in its order and into memory, targets and weights left out."""
+    if isinstance(x, TensorDataset):
+        x = x.tensors[0]
+    if not _is_dataset(x) or hasattr(x, "__array__"):
+        return as_inputs(x, dtype=dtype, device=device)
+    loader = x if isinstance(x, DataLoader) else DataLoader(x, batch_size=256)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)):
+        raise ValueError("x is a loader that shuffles, so nobody could tell which row a prediction is for; use shuffle=False")
+    with isolated(0):  # loaders draw from torch's global generator, and rows that are augmented should be the same each time
+        items = [item[0] if isinstance(item, (tuple, list)) and 1 <= len(item) <= 3 else item for item in loader]
+    if not items:
+        raise ValueError("x is empty: there is nothing to predict")
+    parts = [as_inputs(item, dtype=dtype, device=device) for item in items]
+    try:
+        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"x: the batches of the loader do not fit together; go through them one by one: {error}") from None
 
 
 def _as_arrays(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any, num_data: int | None) -> ArrayData:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plausible.core import weights as tree
-from plausible.core.data import Batch, as_inputs, num_rows
+from plausible.core.data import Batch, num_rows, read_inputs
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
     OutputError,
@@ -376,7 +376,7 @@ class Model:
     def prior_functions(self, x: Any, draws: int, seed: int = 0) -> Tensor:
         """f(x; w) for w ~ p(w): what the prior believes before any data. [draws, N, *outputs]."""
         first = _first(self.initial)
-        inputs = as_inputs(x, dtype=first.dtype, device=first.device)
+        inputs = read_inputs(x, dtype=first.dtype, device=first.device)
         stacked = self.prior.sample(self.initial, stream_of(seed, 11), draws)
         with torch.no_grad():
             outputs = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from html import escape
 from types import FrameType
 from typing import Any
 
@@ -13,41 +16,97 @@ NARROW = 100
 """Columns of a terminal up to which the bar leaves out the rate and the time so far, so that nothing else is cut."""
 
 
+EVERY = 0.125
+"""Seconds between two looks of a notebook at the bar."""
+
+
 class Progress:
-    """A rich bar while it is entered, or nothing: `show` None means only where standard error is a terminal."""
+    """A bar while it is entered, or nothing: `show` None means only on a terminal (standard error) and in a notebook."""
 
     def __init__(self, description: str, total: int, unit: str, show: bool | None = None, start: int = 0):
         self.description, self.total, self.unit, self.start = description, total, unit, start
-        self.show = (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
-        self._bar: Any = None
+        watched = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+        self.show = watched if show is None else show
+        self._bar: TerminalBar | NotebookBar | None = None
 
     def __enter__(self) -> Progress:
         if self.show:
-            # rich takes a while to import, and most runs in scripts show no bar
-            from rich import progress as bars
-            from rich.console import Console
-
-            console = Console(stderr=True)
-            start = [bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()]
-            note = [bars.TextColumn(self.unit), bars.TextColumn("{task.fields[note]}")]
-            end = [bars.TextColumn("left"), bars.TimeRemainingColumn()]
-            if console.width > NARROW:
-                note.insert(1, bars.TextColumn("{task.fields[rate]}"))
-                end.insert(0, bars.TimeElapsedColumn())
-            self._bar = bars.Progress(*start, *note, *end, console=console, refresh_per_second=8)
-            self._bar.start()
-            self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, note="", rate="")
+            kind = NotebookBar if in_notebook() else TerminalBar
+            self._bar = kind(self.description, self.total, self.unit, self.start)
         return self
 
     def update(self, done: int, note: str = "") -> None:
         if self._bar is not None:
-            speed = self._bar.tasks[0].speed
-            rate = f"{speed:,.0f}/s" if speed and speed >= 10 else f"{speed:.1f}/s" if speed else ""
-            self._bar.update(self._task, completed=done, note=note, rate=rate)
+            self._bar.update(done, note)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def in_notebook() -> bool:
+    """Whether this is a kernel, which shows HTML; not IPython on a terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+class TerminalBar:
+    """A bar by rich."""
+
+    def __init__(self, description: str, total: int, unit: str, start: int):
+        # rich takes a while to import, and most runs in scripts show no bar
+        from rich import progress as bars
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        first = [bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()]
+        note = [bars.TextColumn(unit), bars.TextColumn("{task.fields[note]}")]
+        end = [bars.TextColumn("left"), bars.TimeRemainingColumn()]
+        if console.width > NARROW:
+            note.insert(1, bars.TextColumn("{task.fields[rate]}"))
+            end.insert(0, bars.TimeElapsedColumn())
+        self._bar = bars.Progress(*first, *note, *end, console=console, refresh_per_second=8)
+        self._bar.start()
+        self._task = self._bar.add_task(description, total=total, completed=start, note="", rate="")
+
+    def update(self, done: int, note: str) -> None:
+        speed = self._bar.tasks[0].speed
+        self._bar.update(self._task, completed=done, note=note, rate=_rate(speed) if speed else "")
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+class NotebookBar:
+    """A bar of plain HTML that is written over in its place and gone at the end: no widgets, which a notebook may not have."""
+
+    def __init__(self, description: str, total: int, unit: str, start: int):
+        from IPython.display import HTML, display
+
+        self._html, self._words = HTML, (description, total, unit)
+        self._start, self._began, self._shown = start, time.monotonic(), -math.inf
+        self._place = display(HTML(self._line(start, "")), display_id=True)
+
+    def update(self, done: int, note: str) -> None:
+        now = time.monotonic()
+        if now - self._shown >= EVERY:
+            self._shown = now
+            self._place.update(self._html(self._line(done, note)))
+
+    def stop(self) -> None:
+        self._place.update(self._html(""))
+
+    def _line(self, done: int, note: str) -> str:
+        description, total, unit = self._words
+        seconds = time.monotonic() - self._began
+        speed = (done - self._start) / seconds if seconds > EVERY else 0.0
+        left = f"{_rate(speed)}, {max(0, total - done) / speed:,.0f} s left" if speed else ""
+        words = " · ".join(escape(part) for part in (f"{done:,}/{total:,} {unit}", note, left) if part)
+        return f'{escape(description)} <progress value="{done}" max="{total}"></progress> {words}'
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s"
 
 
 class Interrupt:

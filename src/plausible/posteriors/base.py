@@ -15,14 +15,15 @@ from torch import Tensor
 
 from plausible.core import random
 from plausible.core import weights as tree
-from plausible.core.data import ArrayData, Data, as_data, as_inputs, num_rows, take
+from plausible.core.data import ArrayData, Data, as_data, num_rows, read_inputs, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
+from plausible.core.tables import Table
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
-from plausible.posteriors import pruning, saving
+from plausible.posteriors import pruning, saving, showing
 from plausible.posteriors.predictive import Draws, Predictive
 from plausible.posteriors.saving import Content, example_of, kinds
 
@@ -102,6 +103,7 @@ class Posterior(ABC):
     def functions(self, x: Any, draws: int | None = None, seed: int = 0) -> Tensor:
         """Coherent function draws f_s(x): [draws, N, *outputs]. One draw is one function over all inputs.
 
+        x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Where targets were standardised for the fit (`likelihoods.Scaled`), functions are given in their units, in float64.
         """
         return self.likelihood.in_units(self._evaluated(self.inputs(x), check_draws(draws), seed).outputs)
@@ -109,6 +111,7 @@ class Posterior(ABC):
     def predict(self, x: Any, draws: int | None = None, seed: int = 0, batch_size: int | None = None) -> Predictive:
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.
 
+        x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something.
         """
         inputs, draws = self._asked(x, draws, batch_size)
@@ -129,9 +132,9 @@ class Posterior(ABC):
         return inputs, check_draws(draws)
 
     def inputs(self, x: Any) -> Any:
-        """The inputs x as tensors of the network's type, on its device."""
+        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device."""
         like = example_of(self.model)
-        inputs = as_inputs(x, dtype=like.dtype, device=like.device)
+        inputs = read_inputs(x, dtype=like.dtype, device=like.device)
         if num_rows(inputs) == 0:
             raise ValueError("x is empty: there is nothing to predict")
         return inputs
@@ -216,18 +219,20 @@ class Posterior(ABC):
         """Stored draws as arviz's `InferenceData`: weights by name, `f` at `x`, statistics of transitions (extra `mcmc`)."""
         raise TypeError(f"a {type(self).__name__} has no chains: it does not keep draws in their order")
 
-    def summary(self) -> str:
-        """What was inferred, weight by weight."""
+    def summary(self) -> Table:
+        """What was inferred, weight by weight: `print` it, or let a notebook show it."""
         model, masks = self.model, self.masks
-        rows = []
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
-        for name, weight in named.items():
-            status = self.status(name) + _sparsity([masks[name]] if name in masks else [])
-            rows.append((name, "×".join(map(str, weight.shape)) or "scalar", status))
-        wide = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-        body = "\n".join(f"  {n:<{wide[0]}}  {s:<{wide[1]}}  {status}" for n, s, status in rows)
+        rows = [
+            (name, tuple(weight.shape), self.status(name) + _sparsity([masks[name]] if name in masks else []))
+            for name, weight in named.items()
+        ]
         head = f"{self.method_name} posterior, {type(model.likelihood).__name__} likelihood"
-        return f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}\n{body}"
+        title = f"{head}, {model.num_data:,} examples{_sparsity(list(masks.values()))}"
+        return Table(("weight", "shape", "status"), rows, title, words=("weight", "shape", "status"))
+
+    def _repr_html_(self) -> str:
+        return showing.posterior_html(self)
 
     def __repr__(self) -> str:
         count = tree.num_elements(tree.select(self.model.initial, self.model.random))

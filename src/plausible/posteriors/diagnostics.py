@@ -25,10 +25,9 @@ from plausible.blocks.chains.convergence import (
     summarise,
     summary,
 )
+from plausible.core.tables import Table, Tabular, data_frame
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from plausible.posteriors.draws import DrawsPosterior
 
 COLUMNS = ("mean", "sd", "mcse", "ess_bulk", "ess_tail", "rhat")
@@ -113,7 +112,7 @@ def quantities(
 
 
 @dataclass(frozen=True)
-class SummaryTable:
+class SummaryTable(Tabular):
     """Quantities of chains: `names`, and `columns` of mean, sd, mcse, ess_bulk, ess_tail and rhat, [quantities] each in float64.
 
     `print` shows it, `table["rhat"]` is a column, `table.worst(10)` the ten rows that have converged least. NaN: not defined, for
@@ -145,41 +144,15 @@ class SummaryTable:
         chosen = {name: values[order] for name, values in self.columns.items()}
         return SummaryTable(tuple(self.names[i] for i in order), chosen, self.chains, self.draws)
 
-    def _cells(self) -> list[list[str]]:
-        rows = zip(self.names, *(self.columns[name].tolist() for name in COLUMNS))
-        return [[name, *(_cell(column, value) for column, value in zip(COLUMNS, values))] for name, *values in rows]
-
-    def __str__(self) -> str:
-        lines = [["", *(HEADS.get(name, name) for name in COLUMNS)], *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = [f"{self.chains} chains of {self.draws:,} draws"]
-        for name, *cells in lines:
-            shown.append("  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))]))
-        return "\n".join(shown)
-
-    def __rich__(self) -> Table:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, title=f"{self.chains} chains of {self.draws:,} draws", title_justify="left")
-        table.add_column("quantity")
-        for name in COLUMNS:
-            table.add_column(HEADS.get(name, name), justify="right")
-        for row in self._cells():
-            table.add_row(*row)
-        return table
-
-    def to_markdown(self) -> str:
+    def as_table(self) -> Table:
+        values = zip(self.names, *(self.columns[name].tolist() for name in COLUMNS))
+        rows = [[name, *map(_cell, COLUMNS, numbers)] for name, *numbers in values]
         heads = ["quantity", *(HEADS.get(name, name) for name in COLUMNS)]
-        lines = [heads, ["---", *["---:"] * len(COLUMNS)], *self._cells()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return Table(heads, rows, f"{self.chains} chains of {self.draws:,} draws", words=("quantity",))
 
     def to_pandas(self) -> Any:
         """A data frame with a row for each quantity; needs pandas."""
-        import pandas
-
-        frame = pandas.DataFrame({name: values.numpy() for name, values in self.columns.items()})
-        return frame.set_index(pandas.Index(self.names, name="quantity"))
+        return data_frame({"quantity": self.names, **{k: v.numpy() for k, v in self.columns.items()}}).set_index("quantity")
 
 
 def _cell(column: str, value: float) -> str:

@@ -322,8 +322,8 @@ class LawPosterior(Posterior):
         return self.kept(self.law.scales)
 
     @property
-    def family(self) -> Family:
-        """Of variational families: the family over the random weights."""
+    def family(self) -> Any:
+        """Of variational families: the `Family` over the random weights, of the kind that the method has."""
         return self.law.family  # type: ignore[attr-defined]
 
     @property

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from plausible.core.distributions import mixture_cdf, mixture_count_quantile, mi
 from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.random import isolated
 from plausible.core.special import double, widest
+from plausible.core.tables import data_frame
+from plausible.posteriors import drawing, showing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BUDGET_BYTES = 256 * 1024**2
 """Draws of all outputs that fit into this are computed once and kept."""
@@ -370,11 +375,49 @@ class Predictive:
             picks = torch.randint(self.num_draws, (n,)).to(device)  # before the noise, from the same stream
             return self._collect(draw, axis=1, draws=n + self.num_draws)[0]
 
-    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Self:
-        """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
-        result = copy(self)  # draws or moments that are there already serve both; summaries are those of y
+    # -----------------------------------------------------------------------------------------------------------------
+    # To be looked at
+
+    def to_pandas(self, level: float = 0.9, *, names: Sequence[str] | None = None, classes: Sequence[Any] | None = None) -> Any:
+        """A data frame with a row for each input; needs pandas.
+
+        Numbers: mean, std, epistemic, aleatoric (variances), lower, upper (the interval of `level`). Classes: prediction,
+        p_0, p_1, …, entropy, mutual_information. Several targets have columns y0_mean, y1_mean, …, or as `names` calls them;
+        `classes` are the labels, in the order of the outputs, or a list of them for each target.
+        """
+        return data_frame(showing.columns(self, level, names, classes))
+
+    def plot(self, x: Any = None, y: Any = None, *, output: int = 0, ax: Axes | None = None) -> Axes:
+        """Mean, 50 % and 90 % bands (of classes the probabilities, stacked) over one input `x` [N]; needs matplotlib.
+
+        Without x over the rows, sorted by what is predicted of them. `y`: the observed targets of the same rows, as points.
+        `output` picks one of several targets, `ax` are axes to draw on, which are returned.
+        """
+        return drawing.plot(self, x, y, output, ax)
+
+    def _repr_html_(self) -> str:
+        return showing.predictive_html(self)
+
+    def first(self, count: int) -> Self:
+        """The predictive of the first `count` inputs."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
+        result = self._copied()
+        result.num_inputs = min(count, self.num_inputs)
+        if self._whole is not None:
+            result._whole = Draws(self._whole.outputs[:, : result.num_inputs], self._whole.weights)
+        return result
+
+    def _copied(self) -> Self:
+        """A copy that has answered nothing yet."""
+        result = copy(self)
         for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
             del vars(result)[name]
+        return result
+
+    def rescaled(self, loc: float | Sequence[float] | Tensor, scale: float | Sequence[float] | Tensor) -> Self:
+        """The predictive of loc + scale·y, for example of standardised targets in their original units; results are float64."""
+        result = self._copied()  # draws or moments that are there already serve both; summaries are those of y
         result.likelihood = Scaled(self.likelihood, loc, scale)
         if (held := self._held) is not None:
             result._dtype = result._returned(held)

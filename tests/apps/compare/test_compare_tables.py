@@ -117,6 +117,21 @@ def test_summary_of_cells_with_failures_and_ties() -> None:
     assert found.plain()["rows"][0]["method"] == "a"
 
 
+def test_a_summary_is_shown_as_a_table() -> None:
+    study = _study(datasets=("yacht",))
+    found = summarise(study, {cell: _result(float("abc".index(cell.label)) + 0.1 * cell.split) for cell in study.cells()})
+    table = found.as_table()
+    assert [row[:2] for row in table.rows] == [("yacht", label) for label in "abc"]
+    assert table.rows[2][2] == "2.050 ± 0.050 ▲"
+    assert "mean ranks by log-likelihood: c 1.00, b 2.00, a 3.00" in str(found)
+    assert "<td>2.050 ± 0.050 ▲</td>" in found._repr_html_()
+    frame = found.to_pandas().set_index("method")
+    assert frame.loc["b", "log_likelihood"] == pytest.approx(1.05)
+    assert frame.loc["b", "log_likelihood_error"] == pytest.approx(0.05)
+    nothing = summarise(study, {})
+    assert nothing.as_table().rows[0][2] == "–"
+
+
 def test_the_reference_can_be_chosen() -> None:
     study = _study(reference="b", datasets=("yacht",))
     found = summarise(study, {cell: _result(float("abc".index(cell.label)) + 0.1 * cell.split) for cell in study.cells()})

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plausible.analysis.tables import plain_text, rich_table
+from plausible.core.tables import Table, Tabular
 from plausible.core.words import plural
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class Fidelity(Tabular):
     """How near a posterior is to a reference: see `plausible.fidelity.fidelity` for what each number means."""
 
     agreement: Measure
@@ -108,7 +105,7 @@ class Fidelity:
         }
         return cls(**fields)
 
-    def table(self) -> Table:
+    def as_table(self) -> Table:
         counts = ["closed form" if n is None else plural(n, "draw") for n in (self.draws, self.reference_draws)]
         words = WORDS | {f"epistemic.{name}": f"epistemic variance over the reference's, {name}" for name in self.epistemic}
         rows = []
@@ -118,13 +115,7 @@ class Fidelity:
             rows.append((words[name], measure.text(), floor, note))
         title = f"{self.posterior} ({counts[0]}) against {self.reference} ({counts[1]}), {self.inputs:,} inputs"
         heads = ("measure", "value", "noise floor", "")
-        return rich_table(heads, rows, words=("measure", ""), title=title, title_style="bold")
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def __str__(self) -> str:
-        return plain_text(self.table(), 180)
+        return Table(heads, rows, title, words=("measure", ""))
 
 
 def _shown(value: float, digits: int) -> str:

@@ -12,16 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from plausible.analysis.tables import rich_table
 from plausible.apps.cli import view
 from plausible.apps.cli.errors import Interrupted, note
 from plausible.apps.cli.options import numbers
 from plausible.apps.compare import page
 from plausible.apps.compare.runner import run, stored, write
 from plausible.apps.compare.study import Candidate, Cell, Study, read
-from plausible.apps.compare.tables import HEADLINE, Summary, summarise
+from plausible.apps.compare.tables import HEADLINE, MARKS, Summary, summarise
+from plausible.core.tables import rich_table
 
-MARKS = {"better": "▲", "worse": "▼", "no difference": "=", "": ""}
 SHORT = {"log_likelihood": "log-lik.", "rmse": "RMSE", "crps": "CRPS", "coverage_90": "in 90 %"}
 
 

@@ -44,9 +44,9 @@ def whereabouts(entry: Entry) -> tuple[str, str]:
 @guarded
 def list_(debug: Debug = False) -> None:  # noqa: ARG001
     """List all data sets: task, size on disk, licence, and where they were found."""
-    from plausible.analysis.tables import rich_table
     from plausible.apps.cli import view
     from plausible.apps.datasets.catalogue import CATALOGUE
+    from plausible.core.tables import rich_table
 
     rows = []
     for entry in CATALOGUE.values():

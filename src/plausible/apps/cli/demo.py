@@ -29,12 +29,12 @@ from torch import Tensor, nn
 import plausible
 from plausible import methods
 from plausible.analysis import metrics
-from plausible.analysis.tables import rich_table
 from plausible.apps.cli import demo_page, view
 from plausible.apps.cli.errors import one_line
 from plausible.core import serialise
 from plausible.core.likelihoods import Categorical, Gaussian
 from plausible.core.storage import write_atomically
+from plausible.core.tables import rich_table
 from plausible.engine.method import summary
 from plausible.posteriors.base import Posterior
 

@@ -11,8 +11,9 @@ import numpy as np
 from plausible.analysis import metrics
 from plausible.apps import plots
 from plausible.apps.pages import Shown, png, render, shown
-from plausible.apps.plots.heldout import draw_band, draw_entropies, draw_uncertainties
+from plausible.apps.plots.heldout import draw_entropies, draw_uncertainties
 from plausible.apps.report.words import percent
+from plausible.posteriors.drawing import draw_band
 
 if TYPE_CHECKING:
     from plausible.apps.cli.demo import DemoOutcome, Digits, Regression

@@ -15,6 +15,7 @@ from plausible.apps.cli.errors import note
 from plausible.apps.cli.files import read_table, write_csv
 from plausible.apps.responses import Response
 from plausible.apps.tables import Table, listed
+from plausible.posteriors import showing
 
 if TYPE_CHECKING:
     from plausible.posteriors.predictive import Predictive
@@ -35,38 +36,8 @@ def held_out_columns(target: Response, table: Table, predictive: Predictive, lev
 
 
 def columns(target: Response, predictive: Predictive, level: float) -> dict[str, list[Any]]:
-    """Predictions as named columns, prefixed by the target's name where there are several.
-
-    Numbers: mean, std, epistemic, aleatoric, lower, upper, where std² = epistemic + aleatoric. Classes: prediction,
-    p_<class>, entropy, mutual_information (nats).
-    """
-    named: dict[str, list[Any]] = {}
-    prefixes = [f"{name}_" if len(target.names) > 1 else "" for name in target.names]
-    if target.classes:
-        whole = predictive.probs.cpu()
-        # A yes/no target has one probability, and two classes.
-        probs = [whole] if target.likelihood == "categorical" else [torch.stack([1 - p, p], -1) for p in whole.unbind(-1)]
-        entropy, information = (v.cpu().reshape(len(v), -1) for v in (predictive.entropy, predictive.mutual_information))
-        for index, (prefix, labels) in enumerate(zip(prefixes, target.classes)):
-            named[f"{prefix}prediction"] = [labels[code] for code in probs[index].argmax(-1).tolist()]
-            for code, label in enumerate(labels):
-                named[f"{prefix}p_{label}"] = probs[index][:, code].tolist()
-            named[f"{prefix}entropy"] = entropy[:, index].tolist()
-            named[f"{prefix}mutual_information"] = information[:, index].tolist()
-        return named
-    lower, upper = predictive.interval(level)
-    parts = {
-        "mean": predictive.mean,
-        "std": predictive.std,
-        "epistemic": predictive.epistemic,
-        "aleatoric": predictive.aleatoric,
-        "lower": lower,
-        "upper": upper,
-    }
-    for index, prefix in enumerate(prefixes):
-        for name, value in parts.items():
-            named[f"{prefix}{name}"] = value[:, index].cpu().tolist()
-    return named
+    """Predictions as named columns: see `plausible.posteriors.showing`."""
+    return showing.columns(predictive, level, target.names, target.classes or None)
 
 
 def predict(

@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from plausible.analysis.tables import rich_table
 from plausible.apps.report.words import label, plural
+from plausible.core.tables import rich_table
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record

@@ -9,16 +9,8 @@ from typing import Any
 
 import plausible
 from plausible.apps.compare.study import Study
-from plausible.apps.compare.tables import HEADLINE, SHOWN, Summary
+from plausible.apps.compare.tables import HEADLINE, NAMES, SHOWN, Summary
 from plausible.apps.pages import Shown, render, shown
-
-NAMES = {
-    "log_likelihood": "log-likelihood",
-    "rmse": "RMSE",
-    "crps": "CRPS",
-    "coverage_90": "inside 90 %",
-    "quantile_calibration": "calibration error",
-}
 
 
 def write(path: Path, study: Study, summary: Summary, *, published: bool = True) -> None:

@@ -17,10 +17,19 @@ from typing import Any, NamedTuple
 import scipy.special
 
 from plausible.apps.compare.study import Cell, Study
+from plausible.core.tables import Table, Tabular, data_frame
 
 HIGHER_IS_BETTER = ("log_likelihood",)
 HEADLINE = ("log_likelihood", "rmse", "crps")
 SHOWN = (*HEADLINE, "coverage_90", "quantile_calibration")
+NAMES = {
+    "log_likelihood": "log-likelihood",
+    "rmse": "RMSE",
+    "crps": "CRPS",
+    "coverage_90": "inside 90 %",
+    "quantile_calibration": "calibration error",
+}
+MARKS = {"better": "▲", "worse": "▼", "no difference": "=", "": ""}
 
 
 class Mean(NamedTuple):
@@ -75,7 +84,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Tabular):
     """All rows, the mean rank of each method by each headline metric, and how many splits it was ranked on."""
 
     rows: tuple[Row, ...]
@@ -85,6 +94,30 @@ class Summary:
 
     def row(self, dataset: str, label: str) -> Row:
         return next(row for row in self.rows if (row.dataset, row.label) == (dataset, label))
+
+    def as_table(self) -> Table:
+        """Means with standard errors, a mark where the paired difference is real."""
+        rows = []
+        for row in self.rows:
+            marks = {name: f" {MARKS[difference.verdict]}" for name, difference in row.differences.items()}
+            cells = [row.metrics[name].text() + marks.get(name, "") if name in row.metrics else "–" for name in SHOWN]
+            rows.append((row.dataset, row.title, *cells, row.seconds))
+        best = sorted(self.ranks.get(HEADLINE[0], {}).items(), key=lambda item: item[1])
+        ranks = (
+            f"; mean ranks by {NAMES[HEADLINE[0]]}: " + ", ".join(f"{label} {rank:.2f}" for label, rank in best) if best else ""
+        )
+        heads = ("data set", "method", *(NAMES[name] for name in SHOWN), "seconds")
+        note = f"▲ better, ▼ worse than {self.against}, = not to be told apart{ranks}"
+        return Table(heads, rows, words=("data set", "method"), note=note)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each method on each data set; needs pandas."""
+        records = []
+        for row in self.rows:
+            means = {name: value.value for name, value in row.metrics.items()}
+            errors = {f"{name}_error": value.error for name, value in row.metrics.items()}
+            records.append({"dataset": row.dataset, "method": row.label, **means, **errors, "seconds": row.seconds})
+        return data_frame(records)
 
     def plain(self) -> dict[str, Any]:
         rows = [

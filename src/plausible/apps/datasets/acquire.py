@@ -45,7 +45,7 @@ class Bar:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Console(stderr=True, force_jupyter=False), transient=True)
             self._bar.start()
             self._task = self._bar.add_task("", total=None)
         return self

@@ -11,24 +11,11 @@ import torch
 from torch import Tensor
 
 from plausible.posteriors.base import Posterior
+from plausible.posteriors.drawing import axes_of, column
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def axes_of(ax: Any) -> Axes:
-    """The axes that were given, or new ones of a figure of their own."""
-    if ax is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(f"plots need matplotlib ({error}): pip install 'plausible[plot]'") from error
-        return pyplot.subplots(layout="constrained")[1]
-    if not hasattr(ax, "plot") or not hasattr(ax, "set_xlabel"):
-        raise TypeError(f"ax must be a matplotlib Axes, got {type(ax).__name__}")
-    return ax
 
 
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 4.2), **options: Any) -> tuple[Figure, Any]:
@@ -54,18 +41,10 @@ def save_figure(figure: Figure, path: Path, kinds: Sequence[str] = ("png", "svg"
     return files
 
 
+__all__ = ["DASHED", "axes_of", "chains_of", "chosen_quantity", "column", "named_chains", "new_figure", "save_figure"]
+
 DASHED: dict[str, Any] = {"color": "0.5", "linestyle": (0, (4, 3)), "linewidth": 1}
 """How a line is drawn to which others are compared."""
-
-
-def column(name: str, value: Any, output: int) -> np.ndarray:
-    """One output of an array [..., N] or [..., N, K] that has `N` where the first axis of its kind is; float64."""
-    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
-    if array.ndim == 1:
-        return array
-    if array.ndim != 2 or not -array.shape[1] <= output < array.shape[1]:
-        raise ValueError(f"{name} has shape {list(array.shape)}: expected [N], or [N, outputs] with output={output} among them")
-    return array[:, output]
 
 
 def chains_of(draws: Any, x: Any = None) -> np.ndarray:

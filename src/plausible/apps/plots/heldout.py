@@ -13,6 +13,7 @@ from plausible.analysis.metrics.inputs import chosen, probability_kind, whole
 from plausible.apps.plots.base import DASHED, axes_of, column
 from plausible.apps.report.collecting import as_pictures
 from plausible.apps.report.statistics import count_range, wilson
+from plausible.posteriors.drawing import plot
 from plausible.posteriors.predictive import Predictive
 
 if TYPE_CHECKING:
@@ -26,26 +27,10 @@ def predictive_band(
 
     `predictive` is that of the same inputs, `posterior.predict(x)`; `output` picks one of several targets.
     """
-    grid = column("x", x, 0)
-    if len(grid) != len(predictive):
-        raise ValueError(f"x has {len(grid)} inputs, predictive has {len(predictive)}: pass the x that was predicted")
-    order = np.argsort(grid, kind="stable")
-    levels = [column("predictive", level, output)[order] for level in predictive.quantile([0.05, 0.25, 0.75, 0.95])]
-    grid, mean = grid[order], column("predictive", predictive.mean, output)[order]
-    ax = draw_band(axes_of(ax), grid, levels, mean)
+    ax = plot(predictive, x, None, output, ax)
     if data is not None:
         ax.plot(column("data x", data[0], 0), column("data y", data[1], output), "o", color="C1", markersize=3, label="data")
-    ax.set(xlabel="x", ylabel="y")
-    ax.legend()
-    return ax
-
-
-def draw_band(ax: Axes, grid: np.ndarray, levels: Sequence[np.ndarray] | np.ndarray, mean: np.ndarray) -> Axes:
-    """`levels`: the quantiles 5, 25, 75 and 95 % over the grid."""
-    ax.fill_between(grid, levels[0], levels[3], color="C0", alpha=0.2, linewidth=0, label="90 %")
-    ax.fill_between(grid, levels[1], levels[2], color="C0", alpha=0.35, linewidth=0, label="50 %")
-    ax.plot(grid, mean, color="C0", label="mean")
-    ax.set(xlim=(grid[0], grid[-1]) if grid[0] < grid[-1] else None)
+        ax.legend()
     return ax
 
 

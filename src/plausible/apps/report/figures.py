@@ -13,11 +13,12 @@ from plausible.analysis.metrics.detection import curve
 from plausible.apps import plots
 from plausible.apps.pages import Shown, percent_axes, shown
 from plausible.apps.plots.chains import draw_convergence, draw_energies
-from plausible.apps.plots.heldout import draw_band, draw_pit, draw_predictions, draw_quantiles, draw_risk, draw_uncertainties
+from plausible.apps.plots.heldout import draw_pit, draw_predictions, draw_quantiles, draw_risk, draw_uncertainties
 from plausible.apps.report.findings import Output
 from plausible.apps.report.statistics import rank_shares, wilson
 from plausible.apps.report.words import label, number, percent, plural
 from plausible.blocks.chains import convergence as diagnostics
+from plausible.posteriors.drawing import draw_band
 
 CHAINS = 4  # drawn at most
 

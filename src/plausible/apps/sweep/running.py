@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from plausible.analysis import metrics
-from plausible.analysis.tables import plain_text, rich_table
 from plausible.apps.sweep.grid import Grid, Recipe, Settings, applied
 from plausible.apps.sweep.stacked import Alone, Stacked, stacks
 from plausible.core import serialise
@@ -24,6 +23,7 @@ from plausible.core.data import as_data, select_rows
 from plausible.core.likelihoods import Likelihood
 from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import read_json, write_json
+from plausible.core.tables import Table, Tabular, data_frame
 from plausible.core.words import log
 from plausible.engine import Checkpoint
 from plausible.engine.method import Method
@@ -39,7 +39,7 @@ Score = Callable[[Posterior], Mapping[str, float]]
 
 
 @dataclass
-class Sweep:
+class Sweep(Tabular):
     """What a sweep found: `rows`, one for each combination in the order of the grid, with `settings`, `scores` and `curve`.
 
     `best()` is the row with the best score: the lowest, or for log-likelihoods and accuracies the highest; those that diverged
@@ -97,16 +97,19 @@ class Sweep:
         """The temperature of a row, for `Model.tempered`."""
         return float(self.recipe(row).temperature)
 
-    def text(self, top: int = 10, rest: str = "") -> str:
-        """A table of the best settings; `rest` says where the others are."""
+    def as_table(self, top: int = 10, rest: str = "") -> Table:
+        """The best settings; `rest` says where the others are."""
         lines = [[_short(cell) for cell in (*row["settings"].values(), *row["scores"].values())] for row in self.sorted()]
+        more = f"… and {len(lines) - top} more{rest and ' in '}{rest}" if len(lines) > top else ""
         heads = [*self.rows[0]["settings"], *self.rows[0]["scores"]]
-        table = plain_text(rich_table(heads, lines[:top]), max(80, 14 * len(heads)))
-        more = f"\n… and {len(lines) - top} more{rest and ' in '}{rest}" if len(lines) > top else ""
-        return f"{len(lines)} settings, best first by {self.measure}\n{table}{more}"
+        return Table(heads, lines[:top], f"{len(lines)} settings, best first by {self.measure}", note=more)
 
-    def __str__(self) -> str:
-        return self.text()
+    def text(self, top: int = 10, rest: str = "") -> str:
+        return self.as_table(top, rest).text()
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each setting, best first; needs pandas."""
+        return data_frame([{**row["settings"], **row["scores"]} for row in self.sorted()])
 
 
 def sweep(

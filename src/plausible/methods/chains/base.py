@@ -28,7 +28,6 @@ from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, index, stack
 from plausible.core.words import log
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits, check_choice
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.chains import PREFIX, ChainsPosterior
 
 STATISTICS = ("acceptance", "divergent", "step_size", "leapfrogs", "energy")
@@ -230,7 +229,7 @@ class Chains(Method):
             parts.append(f"R̂ {ratio:.2f}")
         return ", ".join(parts)
 
-    def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[ModelDensity], fitted: Fitted) -> ChainsPosterior:
         return ChainsPosterior.of(self, model, run, fitted, chains=self.chains)
 
 

@@ -24,8 +24,8 @@ from plausible.engine.method import Fitted, Method, Run, Stage, Traits
 from plausible.methods.laplace import stages as parts
 from plausible.methods.laplace.mode import all_gaussian, check_gaussian, tunable_noise
 from plausible.methods.points.map import MAP
-from plausible.posteriors.base import Posterior, record_of
-from plausible.posteriors.linearised import PREDICTIVES
+from plausible.posteriors.base import record_of
+from plausible.posteriors.linearised import PREDICTIVES, LaplacePosterior
 
 
 @register
@@ -200,7 +200,7 @@ class Laplace(Method):
     def conforming(cls) -> Laplace:
         return cls(mode=replace(MAP.conforming(), epochs=30))  # which is polished anyway
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> LaplacePosterior:
         # of all rounds the one with the highest evidence
         best = parts.restored(self, model, run, parts.below(parts.BEST, fitted.left))
         best.warn()

@@ -29,7 +29,6 @@ from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.methods.variational.bound import INDEPENDENT, Bound
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ class NaturalGradient(Method):
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         return problem.mean_field()
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> LawPosterior:
         ess = model.num_data / model.temperature
         state = fitted.state
         # σ is no parameter of its own: it is read off the curvature

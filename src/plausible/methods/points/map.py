@@ -16,7 +16,6 @@ from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
@@ -118,5 +117,5 @@ class MAP(Method):
         mean, covariance = problem.posterior()
         return mean, torch.zeros_like(covariance)
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
         return DrawsPosterior.of(self, model, fitted)

@@ -17,7 +17,6 @@ from plausible.core.serialise import check_count
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.draws import DrawsPosterior
 
 STABLE = 4.0
@@ -153,5 +152,5 @@ class StochasticGradientChain(Method):
         larger = (model.num_data / num_rows(batch.x)) ** ahead  # at first as if a batch were all data, to get near
         return hold(STABLE * self.temperature * larger / gradients.variance(state.step)), gradients
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
         return DrawsPosterior.of(self, model, fitted)

@@ -18,7 +18,6 @@ from plausible.core.serialise import check_count, check_number, register
 from plausible.core.weights import Weights, select
 from plausible.engine.method import BatchSize, Fitted, Run, check_choice
 from plausible.methods.variational.by_moments import ByMoments, kl
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian
 from plausible.posteriors.moments import MomentsPosterior
 
@@ -85,6 +84,6 @@ class DVI(ByMoments):
     def conforming(cls) -> DVI:
         return cls(epochs=200, batch_size=None, lr=Cosine(0.1))
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> MomentsPosterior:
         scales = {name: torch.exp(rho) for name, rho in fitted.state.rhos.items()}
         return MomentsPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales))

@@ -22,7 +22,6 @@ from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Run, Traits, check_choice
 from plausible.methods.variational.bound import INDEPENDENT, RHO, Bound, Terms, check_sampling, log_prior_of_points
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class MeanField(Bound):
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         return problem.mean_field()
 
-    def posterior(self, model: Model, run: Run[NoiseWays], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[NoiseWays], fitted: Fitted) -> LawPosterior:
         scales = {name: F.softplus(rho) for name, rho in fitted.state.rhos.items()}
         return LawPosterior.of(self, model, fitted, DiagonalGaussian.of(model, fitted, scales, run.prepared.ways))
 

@@ -22,7 +22,6 @@ from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
 from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits, check_choice
 from plausible.methods.variational.bound import Bound, BoundState, Terms
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.refined import LOG_WEIGHTS, MEAN, SPREAD, STEP_SIZE, WHOLE, RefinedPosterior
 
 SCALE, STEP = "log scale of ", "log step size"
@@ -131,7 +130,7 @@ class Refined(Bound):
         # Full batches, and so many adjusted refinements behind the bound's that the draws follow the posterior
         return cls(epochs=150, batch_size=None, lr=Cosine(0.08), refinements=1, initial_scale=0.1, draws_kept=700, further=30)
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> RefinedPosterior:
         return RefinedPosterior.of(self, model, fitted)
 
 

@@ -19,7 +19,6 @@ from plausible.core.schedules import Cosine, Schedule
 from plausible.core.weights import Weights, clone, index, select
 from plausible.engine.method import BatchSize, Fitted, Run
 from plausible.methods.variational.bound import Bound, Terms, check_sampling, log_prior_of_points
-from plausible.posteriors.base import Posterior
 from plausible.posteriors.laws import FamilyLaw, LawPosterior
 
 THETA = "q of "
@@ -121,7 +120,7 @@ class Reparameterised(Bound):
         noises = [index(drawn, i) for i in range(count)]
         return noises + [family.mirrored(noise) for noise in noises] if self.antithetic else noises
 
-    def posterior(self, model: Model, run: Run[Family], fitted: Fitted) -> Posterior:
+    def posterior(self, model: Model, run: Run[Family], fitted: Fitted) -> LawPosterior:
         parameters = clone(parameters_of(fitted.state.weights))
         return LawPosterior.of(self, model, fitted, FamilyLaw(self.family, select(model.initial, model.random), parameters))
 
