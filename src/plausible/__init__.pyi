@@ -22,6 +22,7 @@ from plausible.core import schedules as schedules
 from plausible import testing as testing
 from plausible.analysis import uncertainty as uncertainty
 from plausible.methods.chains.ais import AnnealedImportance as AnnealedImportance
+from plausible.methods.automatic.auto import Auto as Auto
 from plausible.core.data import Batch as Batch
 from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
