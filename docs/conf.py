@@ -77,6 +77,8 @@ def laid_out(paragraph: list[str]) -> list[str]:
 
 
 def docstring(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    if lines and lines[0].startswith("Alias for field number"):  # said by Python of every named tuple, and of no use
+        lines.clear()
     paragraphs = [part.split("\n") for part in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")) if part.strip()]
     lines[:] = [line for paragraph in paragraphs for line in (*laid_out(paragraph), "")]
 

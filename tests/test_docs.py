@@ -103,11 +103,16 @@ def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_compute", lambda study, cells, jobs: ((c, dict(cell)) for c in cells))
 
 
-LONG = ("README.md", "command-line.md", "mcmc.md", "pruning.md", "sweep.md")  # pages whose code takes long, as that of methods
+# pages whose code takes long, as that of methods and tutorials
+LONG = ("README.md", "command-line.md", "gallery.md", "mcmc.md", "pruning.md", "sweep.md", "tables.md")
 
 
 def _marked(page: Path) -> Any:
-    return pytest.param(page, marks=pytest.mark.slow) if page.name in LONG or page.parent.name == "methods" else page
+    return (
+        pytest.param(page, marks=pytest.mark.slow)
+        if page.name in LONG or page.parent.name in ("methods", "tutorials")
+        else page
+    )
 
 
 NEEDS = {"hugging-face.md": "transformers", "lightning.md": "lightning"}  # libraries that are not ours, beside which pages work
