@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(
-    r"^( *)```(?:\{[\w-]+\} *)?(\w*)\n(?::.*\n)*(.*?)^\1```$", re.MULTILINE | re.DOTALL
+    r"^( *)```(?:\{[\w-]+\} *)?(\w*)\n(?::[^\n]*\n)*(.*?)^\1```$", re.MULTILINE | re.DOTALL
 )  # cells of notebooks are code too
 
 
@@ -202,6 +202,33 @@ def trees(page: Path) -> list[Path]:
 def test_the_site_has_every_page_once() -> None:
     below = [child for page in PAGES for child in trees(page)]
     assert sorted(map(name, below)) == sorted(name(page) for page in PAGES if page != ROOT / "docs/index.md")
+
+
+def test_docstrings_become_markup_for_the_site() -> None:
+    conf = runpy.run_path(str(ROOT / "docs/conf.py"))
+    assert (
+        conf["as_restructured"]("`nn.Linear`s of p(w | D), w*: `a`, b_i")
+        == "``nn.Linear``\\ s of p(w \\| D), w\\*: ``a``, b\\_i"
+    )
+    lines = ["One `x`.", "", "    y = a*b", "", "a: first,", "   and on", "b: second", "", "Args:", "    c: a *star*"]
+    conf["docstring"](None, "", "", None, None, lines)
+    expected = [
+        "One ``x``.",
+        "",
+        "::",
+        "",
+        "        y = a*b",
+        "",
+        "a: first, and on",
+        "",
+        "b: second",
+        "",
+        "",
+        "Args:",
+        "    c: a \\*star\\*",
+        "",
+    ]
+    assert lines == expected
 
 
 def test_fidelity_opens_with_the_numbers_of_its_results() -> None:
