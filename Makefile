@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PLAUSIBLE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: setup demo test test-slow lint bench docs reproduce clean
+.PHONY: setup demo test test-slow lint bench docs links reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plausible needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -36,8 +36,20 @@ bench: $(STAMP)
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .mypy_cache
 
-docs: $(STAMP)
+# The site in build/site: first what is generated from the classes, then Sphinx, which refuses links that lead nowhere.
+SITE := $(VENV)/.docs-installed
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(SITE)
+
+docs: $(SITE)
 	$(BIN)/python docs/generate.py
+	$(BIN)/sphinx-build -W --keep-going -q -c docs -b html . build/site
+	@echo open build/site/index.html in a browser
+
+# Links to other sites; needs a network.
+links: $(SITE)
+	$(BIN)/sphinx-build -q -c docs -b linkcheck . build/links
 
 reproduce: $(STAMP)
 	$(BIN)/python -m experiments $(NAME)

@@ -34,7 +34,9 @@ from plausible.core import serialise
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^( *)```(?:\{[\w-]+\} *)?(\w*)\n(?::[^\n]*\n)*(.*?)^\1```$", re.MULTILINE | re.DOTALL
+)  # cells of notebooks are code too
 
 
 def name(path: Path) -> str:
@@ -101,15 +103,25 @@ def pretend_to_compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_compute", lambda study, cells, jobs: ((c, dict(cell)) for c in cells))
 
 
-LONG = ("README.md", "command-line.md", "mcmc.md", "pruning.md", "sweep.md")  # pages whose code takes long, as that of methods
+# pages whose code takes long, as that of methods and tutorials
+LONG = ("README.md", "command-line.md", "gallery.md", "mcmc.md", "pruning.md", "sweep.md", "tables.md")
 
 
 def _marked(page: Path) -> Any:
-    return pytest.param(page, marks=pytest.mark.slow) if page.name in LONG or page.parent.name == "methods" else page
+    return (
+        pytest.param(page, marks=pytest.mark.slow)
+        if page.name in LONG or page.parent.name in ("methods", "tutorials")
+        else page
+    )
+
+
+NEEDS = {"hugging-face.md": "transformers", "lightning.md": "lightning"}  # libraries that are not ours, beside which pages work
 
 
 @pytest.mark.parametrize("page", [_marked(page) for page in PAGES if blocks(page)], ids=name)
 def test_code_runs(page: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     for block in blocks(page):
@@ -176,6 +188,66 @@ def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs/index.md"
     linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index.read_text())}
     assert [name(page) for page in PAGES if page not in linked and page != index] == []
+
+
+def trees(page: Path) -> list[Path]:
+    """The pages that a page has below it on the site."""
+    entries = [
+        line for body in re.findall(r"^:::\{toctree\}\n(.*?)^:::$", page.read_text(), re.M | re.S) for line in body.splitlines()
+    ]
+    files = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries if entry and not entry.startswith(":")]
+    return [(page.parent / file).resolve().with_suffix(".md") for file in files]
+
+
+def test_the_site_has_every_page_once() -> None:
+    below = [child for page in PAGES for child in trees(page)]
+    assert sorted(map(name, below)) == sorted(name(page) for page in PAGES if page != ROOT / "docs/index.md")
+
+
+def test_docstrings_become_markup_for_the_site() -> None:
+    conf = runpy.run_path(str(ROOT / "docs/conf.py"))
+    assert (
+        conf["as_restructured"]("`nn.Linear`s of p(w | D), w*: `a`, b_i")
+        == "``nn.Linear``\\ s of p(w \\| D), w\\*: ``a``, b\\_i"
+    )
+    lines = ["One `x`.", "", "    y = a*b", "", "a: first,", "   and on", "b: second", "", "Args:", "    c: a *star*"]
+    conf["docstring"](None, "", "", None, None, lines)
+    expected = [
+        "One ``x``.",
+        "",
+        "::",
+        "",
+        "        y = a*b",
+        "",
+        "a: first, and on",
+        "",
+        "b: second",
+        "",
+        "",
+        "Args:",
+        "    c: a \\*star\\*",
+        "",
+    ]
+    assert lines == expected
+
+
+def test_fidelity_opens_with_the_numbers_of_its_results() -> None:
+    opening, *rest = (ROOT / "docs/fidelity.md").read_text().split("\n#### ")
+    results = {part.partition("\n")[0]: part for part in rest}
+    columns = (
+        ("One input with a gap", 1),
+        ("Two moons", 1),
+        ("Boston, 1 × 50", 1),
+        ("One input with a gap", 4),
+        ("Boston, 1 × 50", -1),
+    )
+    rows = re.findall(r"^\| `([\w-]+)` \|(.*)\|[^|]*\|$", opening.partition("\n## ")[0], re.M)
+    assert len(rows) > 5
+    for method, cells in rows:
+        for (part, column), stated in zip(columns, cells.split("|"), strict=True):
+            found = re.search(rf"^\| `{method}` \|(.*)\|$", results[part], re.M)[1].split("|")  # type: ignore[index]
+            index = column if column < 0 else column - 1
+            assert found[index].replace("*", "").split("±")[0].strip() == stated.strip(), (method, part)
 
 
 def test_the_rooms_of_the_design_exist() -> None:

@@ -78,3 +78,10 @@ def test_no_method_imports_another() -> None:
     for module in sorted(methods - combining):
         others = {target for target, _ in imports(module)} & methods
         assert not others, f"{module} imports {', '.join(others)}"
+
+
+def test_a_module_that_is_imported_by_its_other_name_still_finds_its_files() -> None:
+    import plausible.datasets
+
+    assert plausible.datasets.__spec__.name == "plausible.apps.datasets"
+    assert len(plausible.datasets.CATALOGUE) > 5  # read from a file beside the module

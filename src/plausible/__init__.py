@@ -90,10 +90,14 @@ class _Rooms(MetaPathFinder, Loader):
         return spec_from_loader(fullname, self) if elsewhere else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return import_module(f"plausible.{_MODULES[spec.name.rpartition('.')[2]]}")
+        module = import_module(f"plausible.{_MODULES[spec.name.rpartition('.')[2]]}")
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been run where it lives."""
+        """It has been run where it lives; there it keeps its spec, by which it finds its own files."""
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 sys.meta_path.append(_Rooms())

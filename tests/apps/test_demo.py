@@ -126,6 +126,55 @@ def test_a_point_has_no_epistemic_part_and_an_ensemble_has_more_in_the_gap(quick
     assert (inner_high < high).all()
 
 
+@pytest.mark.slow
+def test_what_fails_is_shown_last_and_what_was_chosen_is_said(quick):
+    for problem, outcomes in quick.results:
+        assert outcomes[-1].entry.key == "broken"
+        marks = [2 if each.error else int(bool(each.fault)) for each in outcomes]
+        assert marks == sorted(marks)
+        failing = [each for each in outcomes if each.fault]
+        for each in failing:
+            assert problem.fault(each.values) == each.fault
+            assert f"{each.entry.label} fails here: {each.fault}" in " ".join(quick.result.stdout.split("\n"))
+            assert f" fails here: {each.fault}." in " ".join(quick.page.words)
+        chosen = next(each for each in outcomes if each.entry.key == "auto")
+        assert chosen.choice in quick.result.stdout
+    assert any(each.entry.key == "map" and each.fault for each in quick.results[0][1])  # one network, no epistemic part
+
+
+@pytest.mark.slow
+def test_the_page_opens_with_the_name_and_the_figure_of_what_was_chosen(quick):
+    source = (quick.out / "index.html").read_text(encoding="utf-8")
+    assert source.index("<h1>plausible</h1>") < source.index('<figure class="opening">') < source.index('<main id="main">')
+    outcome = next(each for each in quick.results[0][1] if each.entry.key == "auto")
+    assert outcome.choice
+    assert outcome.choice in source.partition('<main id="main">')[0]
+
+
+def test_faults_are_what_the_rules_say():
+    good = {"rmse_data": 0.22, "coverage_gap": 0.9, "epistemic_data": 0.1, "epistemic_gap": 0.9}
+    assert demo.Regression.fault(good) == ""
+    assert "did not learn" in demo.Regression.fault(good | {"rmse_data": 0.41})
+    assert "hold 64 % of the new points" in demo.Regression.fault(good | {"coverage_gap": 0.64})
+    assert "no less sure in the gap" in demo.Regression.fault(good | {"epistemic_gap": 0.14})
+    assert "no less sure in the gap" in demo.Regression.fault(good | {"epistemic_data": 0.0, "epistemic_gap": 0.0})
+    fine = {"ece": 0.03, "strange": 0.97}
+    assert demo.Digits.fault(fine) == ""
+    assert "off by 0.11" in demo.Digits.fault(fine | {"ece": 0.11})
+    assert "chance of 0.60" in demo.Digits.fault(fine | {"strange": 0.6})
+
+
+def test_digits_that_are_never_shown_are_in_no_training_and_no_test():
+    problem = demo.Digits(0, False)
+    assert int(problem.train[1].max()) == int(problem.test[1].max()) == 7
+    assert set(problem.strange[1].tolist()) == {8, 9}
+    assert (
+        len(problem.train[1]) + len(problem.test[1]) + len(problem.strange[1]) < 1797
+    )  # 8 and 9 among the first 1,000 are dropped
+    kept = torch.cat([problem.train[0], problem.test[0], problem.strange[0]])
+    assert len(kept.unique(dim=0)) == len(kept)
+
+
 def test_scores_of_classes_agree_with_scikit_learn():
     from sklearn.metrics import log_loss, roc_auc_score
 
@@ -133,9 +182,13 @@ def test_scores_of_classes_agree_with_scikit_learn():
     draws = 1.5 * torch.randn(7, 200, 10, generator=generator, dtype=torch.float64)
     truth = draws.mean(0).argmax(-1)
     truth[::3] = torch.randint(10, (67,), generator=generator)
-    predictive = pl.Predictive.from_functions(draws, pl.likelihoods.Categorical())
-    posterior = SimpleNamespace(predict=lambda x: predictive)
-    values, arrays = demo.Digits.judge(SimpleNamespace(test=(None, truth)), posterior)
+    likelihood = pl.likelihoods.Categorical()
+    predictive, flat = (pl.Predictive.from_functions(f, likelihood) for f in (draws, 0.8 * draws[:, :50]))
+    posterior = SimpleNamespace(predict=lambda x: predictive if x == "test" else flat)
+    values, arrays = demo.Digits.judge(SimpleNamespace(test=("test", truth), strange=("strange", None)), posterior)
+    entropies = np.concatenate([arrays["entropy"], arrays["entropy strange"]])
+    assert values["strange"] == pytest.approx(roc_auc_score([0] * 200 + [1] * 50, entropies))
+    assert 0.5 < values["strange"] < 1
     assert values["log_likelihood"] == pytest.approx(-log_loss(truth, arrays["probs"], labels=range(10)))
     assert values["found"] == pytest.approx(roc_auc_score(arrays["wrong"], arrays["entropy"]))
     assert values["error"] == pytest.approx(arrays["wrong"].mean())

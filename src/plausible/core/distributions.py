@@ -16,7 +16,7 @@ from torch import Tensor, distributions
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 
-from plausible.core.special import betainc, double, stirling_error
+from plausible.core.special import betainc, double, stirling_error, student_t_cdf
 
 _MAX_DOUBLINGS = 1100  # more than the binary exponents of float64: a bracket always ends
 _MAX_STEPS = 600
@@ -26,7 +26,7 @@ _ONE = torch.Size()
 class StudentT(distributions.StudentT):
     """p(y) = Γ(ν+½) / (Γ(ν)·σ·√(2πν)) · (1 + z²/2ν)^−(ν+½) with ν = df/2, z = (y − loc)/σ: `torch`'s, with a cdf.
 
-    F(y) = ½·I_{df/(df+z²)}(df/2, ½) for z < 0, and 1 minus that above. The variance is inf for df ≤ 2, the mean NaN for
+    The variance is inf for df ≤ 2, the mean NaN for
     df ≤ 1. The normaliser is written with Stirling errors: it stays exact in float32 as df → ∞ (the Gaussian limit).
     """
 
@@ -62,12 +62,7 @@ class StudentT(distributions.StudentT):
         return normaliser - self.scale.log() - (half + 0.5) * torch.log1p(z * z / self._narrow_df)
 
     def cdf(self, value: Tensor) -> Tensor:
-        z = (value - self.loc) / self.scale
-        wide_z, df = double(z, self._narrow_df)
-        # both x = 1/(1 + s) and 1 − x are formed without subtraction: tails keep their digits
-        square = wide_z * wide_z / df
-        tail = 0.5 * betainc(0.5 * df, df.new_full((), 0.5), 1 / (1 + square), 1 / (1 + 1 / square))
-        return torch.where(wide_z < 0, tail, 1 - tail).to(z.device, z.dtype)
+        return student_t_cdf((value - self.loc) / self.scale, self._narrow_df)
 
 
 class Poisson(distributions.Poisson):

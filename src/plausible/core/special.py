@@ -53,6 +53,15 @@ def betainc(a: Tensor, b: Tensor, x: Tensor, complement: Tensor | None = None) -
     return torch.as_tensor(value, dtype=dtype, device=x.device)
 
 
+def student_t_cdf(z: Tensor, df: Tensor) -> Tensor:
+    """F(z) = ½·I_{df/(df+z²)}(df/2, ½) for z < 0, and 1 minus that above, by SciPy in float64. No gradient.
+
+    df broadcasts with z; the result has the type and device of `z`.
+    """
+    value = scipy.special.stdtr(*(t.detach().cpu().double().numpy() for t in (df, z)))
+    return torch.as_tensor(value, dtype=z.dtype, device=z.device)
+
+
 def flushed(values: Tensor) -> Tensor:
     """0 instead of what is negligible beside the largest of the values and has a square below the normal numbers.
 
