@@ -72,10 +72,9 @@ def diagnose(
         note(f"draws: {arviz}")
 
 
-def said(verdict: Verdict, full: bool = True) -> str:
-    """A verdict in one paragraph; not `full`: without the reasons, and without advice where there is nothing to do."""
-    parts = (verdict.headline, verdict.detail if full else "", verdict.advice)
-    return " ".join(part for part in parts if part)
+def said(verdict: Verdict) -> str:
+    """A verdict in one paragraph."""
+    return " ".join(part for part in (verdict.headline, verdict.detail, verdict.advice) if part)
 
 
 def numbers(known: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
@@ -104,16 +103,6 @@ def numbers(known: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def after_fit(diagnostics: Mapping[str, Any]) -> list[str]:
-    """Notes about convergence in function space when a fit has ended; none for methods without chains."""
-    from plausible.posteriors.verdicts import judged
-
-    if diagnostics.get("rhat") is None:
-        return []
-    apart = diagnostics.get("rhat_weights")
-    return [said(one, full=False) for one in judged(diagnostics, None if apart is None else {"rhat": apart})]
-
-
 def _chains(record: Record, posterior: Any) -> DrawsPosterior:
     from plausible.apps.report.words import plural
     from plausible.posteriors.diagnostics import LEAST
@@ -132,7 +121,7 @@ def _inputs(record: Record, data: Path) -> tuple[Any, list[int]]:
     import numpy as np
     import torch
 
-    from plausible.apps.cli.files import read_table
+    from plausible.apps.files import read_table
 
     table = read_table(data)
     features = record.preprocessor.transform(table)

@@ -116,8 +116,8 @@ def compared(run: Path, reference: Path, data: Path | None, training: Path | Non
     import torch
 
     from plausible.analysis.fidelity import fidelity as measure
-    from plausible.apps.cli.files import read_table
     from plausible.apps.cli.runs import load
+    from plausible.apps.files import read_table
 
     if data is None and training is None:
         raise ValueError("give --data, rows to compare at, or --training, the table that both runs were fitted to")
@@ -151,8 +151,8 @@ def _rows_of_the_fit(record: Record, path: Path) -> tuple[Any, Any]:
     """Training and held-out rows as the network saw them, split as `plausible fit` did."""
     import torch
 
-    from plausible.apps.cli.files import read_table
-    from plausible.apps.cli.training import split
+    from plausible.apps.files import read_table
+    from plausible.apps.preparing import split
     from plausible.apps.tables import complete
 
     table = read_table(path)

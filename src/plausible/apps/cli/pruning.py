@@ -121,7 +121,7 @@ def _in_options() -> Iterator[None]:
 
 def _rows(run: Path, record: Record, data: Path) -> tuple[Table, np.ndarray]:
     """The rows of a table that can be measured, with their inputs; of the table of the fit, its held-out rows."""
-    from plausible.apps.cli.files import read_table
+    from plausible.apps.files import read_table
     from plausible.apps.tables import complete
 
     table = read_table(data)
