@@ -101,7 +101,7 @@ def test_what_was_fitted_is_said(pages):
         "SGLD(epochs=40",
         "members=2",
         "1-4-1 perceptron, relu",
-        "Gaussian(scale=1.0",
+        "Default()",
         "seed",
         "PyTorch",
         "steps in",
