@@ -312,7 +312,10 @@ def methods(
 @app.command()
 @guarded
 def compare(
-    study: Annotated[Path | None, typer.Argument(help="A study in TOML.", show_default=False)] = None,
+    study: Annotated[
+        Path | None, typer.Argument(help="A table, with --target, or a study in TOML.", show_default=False)
+    ] = None,
+    targets: Annotated[list[str] | None, option("Column of the table to predict.", "--target", "-t", panel=DATA)] = None,
     datasets: Annotated[str | None, option("UCI sets; see: plausible data list.", metavar="A,B")] = None,
     methods: Annotated[str | None, option("Names of methods, or labels of the study.", metavar="A,B")] = None,
     splits: Annotated[str | None, option("How many splits, or which (0,3,7), or all.", metavar="N", shown="all")] = None,
@@ -320,18 +323,30 @@ def compare(
     seed: Annotated[int | None, option("Of everything random.", shown="the study's, or 0")] = None,
     jobs: Annotated[int | None, option("Processes.", "--jobs", "-j", shown="the cores")] = None,
     out: Annotated[Path, option("Folder for the results.", "--out", "-o", shown=True)] = Path("comparison"),
+    page: Annotated[Path | None, option("File of the page.", metavar="FILE", shown="OUT/index.html")] = None,
+    time: Time = None,
+    hidden: Hidden = "50,50",
+    task: Annotated[Task, option("regression, classification or auto.", metavar="NAME", panel=DATA, shown=True)] = "auto",
+    missing: Missing = "refuse",
+    drop_columns: Drop = None,
+    keep_columns: Keep = None,
+    categorical: Codes = None,
+    encoding: Encoding = None,
     published: Annotated[bool, option("Show the published results that the study has.", shown=True)] = True,
     show: Annotated[bool, option("Print a study to start from and stop.", "--show")] = False,
     overwrite: Annotated[bool, option("Compute everything again.", "--overwrite")] = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
-    """Compare methods on data sets under one protocol: a table, results.json and a page.
+    """Compare methods on a table of your own, or on published data sets: a ranking, results.json and a page.
+
+    On a table: methods at their defaults, a linear model and a constant, on five folds of its rows, with paired differences and
+    their standard errors. On UCI sets: what a study or --datasets and --methods say, on the published splits.
 
     Results are kept fit by fit: a stopped comparison goes on where it was, and a changed method alone is fitted again.
     A fit that fails is shown as failed, the rest goes on, and the exit code is 1.
 
-    Example: plausible compare study.toml --splits 5
+    Example: plausible compare houses.csv --target price --time 20s
     """
     if show:
         from plausible.apps.compare.study import example
@@ -340,8 +355,24 @@ def compare(
         return
     from plausible.apps.cli import comparing
 
-    asked = comparing.study_of(study, words(datasets), words(methods), splits, reference=reference, seed=seed)
-    good = comparing.compare(asked, out, jobs=jobs, overwrite=overwrite, quiet=quiet, published=published)
+    given = {"reference": reference, "seed": seed}
+    if targets and study is not None:
+        from plausible.apps.preparing import TableOptions
+
+        table = TableOptions(
+            study,
+            tuple(targets),
+            task,
+            missing=missing,
+            drop_columns=words(drop_columns),
+            keep_columns=words(keep_columns),
+            categorical=words(categorical),
+            encoding=encoding,
+        )
+        asked = comparing.own_study(table, widths(hidden), words(methods), splits, time, **given)
+    else:
+        asked = comparing.study_of(study, words(datasets), words(methods), splits, **given)
+    good = comparing.compare(asked, out, jobs=jobs, overwrite=overwrite, quiet=quiet, published=published, to=page)
     if not good:
         raise typer.Exit(1)
 
