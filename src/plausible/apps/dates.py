@@ -98,5 +98,13 @@ NAMES: dict[str, Any] = {
 }
 
 
+def in_years(days: np.ndarray) -> np.ndarray:
+    """Days as years with a fraction: 2024-07-02 is 2024.5."""
+    first = parts(days)["year"][:, 0]
+    year = first.astype("int64").astype("datetime64[D]").astype("datetime64[Y]")
+    length = ((year + 1).astype("datetime64[D]") - year.astype("datetime64[D]")).astype(np.float64)
+    return year.astype(np.float64) + 1970 + (days - first) / length
+
+
 def _circle(turns: np.ndarray) -> np.ndarray:
     return np.stack([np.sin(2 * np.pi * turns), np.cos(2 * np.pi * turns)], axis=1)

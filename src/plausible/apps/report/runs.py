@@ -42,11 +42,13 @@ def from_fit(
     import torch
 
     from plausible.apps.report.collecting import Axis, collect
+    from plausible.apps.report.effects import effects
 
     train, test = data.inputs
     about = described(record, data) | {"traced": torch.from_numpy(test if data.test.rows else train)}
+    done = effects(posterior, data)
     if predictive is None:
-        return collect(posterior, **about)
+        return replace(collect(posterior, **about), effects=done)
     column = record.preprocessor.columns[0]
     only = len(record.preprocessor.columns) == 1 and not record.target.classes
     if only and isinstance(column, Numeric) and not column.indicator:
@@ -57,7 +59,8 @@ def from_fit(
         units, shown, known = (column.mean + column.std * part for part in (grid, test[:, 0], seen))
         inputs = torch.from_numpy(grid[:, None].astype(np.float32))
         about["axis"] = Axis(units, inputs, shown, (known, record.target.observed(data.train)))
-    return collect(posterior, **about, **held_out(record, data.test, test, predictive, scores))
+    found = collect(posterior, **about, **held_out(record, data.test, test, predictive, scores))
+    return replace(found, effects=done)
 
 
 def held_out(
