@@ -431,7 +431,7 @@ class Preprocessor:
                 f"there are: {listed(table.columns, 20)}"
             )
         notes: list[str] = []
-        table = self._readable(table, notes)
+        table = self.readable(table, notes)
         if self.missing == "refuse":
             refuse_gaps(table, self.names, "fill those cells, or fit again with missing='impute' (--missing impute)")
         # Columns that training had complete may have gaps here: the rule of the fit decides.
@@ -447,7 +447,7 @@ class Preprocessor:
             raise ValueError(f"values in {listed(wild)} are too far from those seen in training to compute with")
         return Features(inputs, kept, tuple(notes))
 
-    def _readable(self, table: Table, notes: list[str]) -> Table:
+    def readable(self, table: Table, notes: list[str]) -> Table:
         """The table with words among numbers as missing cells, where the rule for these is another than refusing them."""
         for column in self.columns if self.missing != "refuse" else ():
             cells = table[column.name]
