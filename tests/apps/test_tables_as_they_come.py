@@ -52,6 +52,7 @@ def sheet(path, **options):
         (["02/29/2024", "01/01/2023"], "2024-02-29", "month/day/year"),
         (["29/02/2024 06:30", "01/01/2023 07:00"], "2024-02-29 06:30:00", "day/month/year"),
         (["Feb 29, 2024", "Jan 1, 2023"], "2024-02-29", "month day, year"),
+        (["06:30", "18:00"], "1900-01-01 06:30:00", "hour:minute"),
     ],
 )
 def test_dates_are_read_in_one_format(texts, first, format):
@@ -232,6 +233,20 @@ def test_all_problems_of_a_table_are_one_message(tmp_path):
     assert "(3) --drop-columns: no column 'f'" in names
 
 
+def test_all_problems_of_new_rows_are_one_message():
+    prep = Preprocessor.fit(table(a=[1, 2], b=[1, 2], c=["x", "y"], day=["2024-01-01", "2024-02-01"]))
+    with pytest.raises(
+        ValueError, match=r"4 problems: .*missing values in b \(1\).*'z'.*'a' must hold numbers.*'day' must hold dates"
+    ):
+        prep.transform(table(a=["big"], b=[None], c=["z"], day=["x1"]), strict=True)
+
+
+def test_a_table_of_identifiers_alone_is_refused(tmp_path):
+    data = write(tmp_path / "t.csv", "id,y\n" + rows(lambda i: i, lambda i: i / 3))
+    with pytest.raises(ValueError, match="besides the target but identifiers \\(id; --keep-columns learns from them\\)"):
+        sheet(data)
+
+
 def test_all_ragged_lines_and_repeated_names_are_one_message(tmp_path):
     data = write(tmp_path / "t.csv", "a,a,y\n1,2\n1,2,3\n1\n1,2,3,4\n1,2,3,4\n")
     with pytest.raises(ValueError, match=r"same name: a; .*; line 2: 2 cells, line 4: 1 cells, line 5: 4 cells \(and 1 more"):
@@ -256,6 +271,8 @@ def test_every_ending_is_read_alike_and_written(tmp_path):
 def test_json_by_columns_and_what_is_no_table(tmp_path):
     data = write(tmp_path / "t.json", '{"a": [1, 2], "b": ["$1,000", "$5"]}')
     assert files.read_table(data)["b"].cells == ("1000", "5")
+    by_rows = write(tmp_path / "t.json", '{"a": {"0": 1, "1": 2}, "b": {"0": "x"}}')  # as pandas writes a frame
+    assert [column.cells for column in files.read_table(by_rows).columns.values()] == [("1", "2"), ("x", None)]
     for text, message in [
         ("{", "is not JSON"),
         ("[1, 2]", "a list of records"),

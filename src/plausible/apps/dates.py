@@ -29,7 +29,8 @@ _DATES = {
     "%b %d, %Y": "month day, year",
     "%B %d, %Y": "month day, year",
 }
-FORMATS = {ISO: "ISO", **{date + time: words for date, words in _DATES.items() for time in _TIMES}}
+_HOURS = {"%H:%M": "hour:minute", "%H:%M:%S": "hour:minute:second"}
+FORMATS = {ISO: "ISO", **{date + time: words for date, words in _DATES.items() for time in _TIMES}, **_HOURS}
 """How dates are written, in the words of a note; the first that reads every text is taken."""
 
 

@@ -178,6 +178,9 @@ def read_json_table(path: Path, text: str, lines: bool) -> Mapping[str, Iterable
         content = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if isinstance(content, dict) and content and all(isinstance(value, dict) for value in content.values()):
+        rows = dict.fromkeys(row for column in content.values() for row in column)  # as pandas writes a frame
+        content = {name: [column.get(row) for row in rows] for name, column in content.items()}
     if isinstance(content, dict) and content and all(isinstance(value, list) for value in content.values()):
         if len({len(value) for value in content.values()}) > 1:
             raise ValueError(f"{path} has columns of different lengths")

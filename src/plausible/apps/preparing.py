@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from plausible.apps.dates import Reading
 from plausible.apps.files import read_table
 from plausible.apps.responses import Response, decide, standardised
-from plausible.apps.tables import ID_ROWS, Column, Preprocessor, Table, complete, encoder, listed, refuse_gaps
+from plausible.apps.tables import ID_ROWS, Column, Preprocessor, Table, attempt, complete, encoder, listed, refuse, refuse_gaps
 
 _ID = re.compile(r"(?i:(?:^|[_\s.-])(?:id|idx|index|key|uuid|guid|row))$|[a-z]I[dD]$|^unnamed [0-9]+$")
 """Names of columns that say which row this is: `id`, `house_id`, `PassengerId`, or none at all."""
@@ -92,28 +92,29 @@ def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray
 def read_sheet(options: TableOptions) -> Sheet:
     """Read the file and decide what each column is; all that stands in the way is said at once."""
     table, notes = read_table(options.data, options.encoding), list[str]()
-    _refuse(options, _misnamed(table, options))
+    refuse(_misnamed(table, options), options.data)
     table = table.without(options.drop_columns)
     aside = _identifiers(table, options, notes)
     inputs = [name for name in table.columns if name not in options.targets and name not in aside]
     if not inputs:
-        raise ValueError(f"{options.data} has no input columns besides the target")
+        named = f" but identifiers ({listed(aside)}; --keep-columns learns from them)" if aside else ""
+        raise ValueError(f"{options.data} has no input columns besides the target{named}")
     notes += [f"column {name!r} is in {table[name].unit}" for name in (*options.targets, *inputs) if table[name].unit]
 
     problems: list[str] = []
     if options.missing == "refuse":
         advice = "add --missing impute (median or a category) or --missing drop"
-        _attempt(problems, lambda: refuse_gaps(table, [*options.targets, *inputs], advice))
+        attempt(problems, lambda: refuse_gaps(table, [*options.targets, *inputs], advice))
     read = table
     for name in inputs:
         column = _mended(table[name], options, notes, problems)
         read = read.with_column(column)
         if len(column.levels) > 1:
-            _attempt(problems, partial(encoder, column, options.missing, name in options.categorical, None, []))
+            attempt(problems, partial(encoder, column, options.missing, name in options.categorical, None, []))
     known = table.take(complete(table, options.targets))
     if known.rows:
-        _attempt(problems, lambda: decide(known, options.targets, options.task, options.likelihood))
-    _refuse(options, problems)
+        attempt(problems, lambda: decide(known, options.targets, options.task, options.likelihood))
+    refuse(problems, options.data)
 
     usable = _usable(read, inputs, options, notes)
     target, lines = decide(usable, options.targets, options.task, options.likelihood)
@@ -122,21 +123,6 @@ def read_sheet(options: TableOptions) -> Sheet:
     words = {name for name in inputs if read[name].kind == "text" and name not in dated}
     categorical = frozenset(words | set(options.categorical))
     return Sheet(usable, tuple(inputs), tuple(aside), categorical, dated, target, options.missing, (*notes, *lines))
-
-
-def _refuse(options: TableOptions, problems: Sequence[str]) -> None:
-    if len(problems) == 1:
-        raise ValueError(problems[0])
-    if problems:
-        told = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
-        raise ValueError(f"{options.data} has {len(problems)} problems: {told}")
-
-
-def _attempt(problems: list[str], check: Callable[[], Any]) -> None:
-    try:
-        check()
-    except ValueError as error:
-        problems.append(str(error))
 
 
 def _misnamed(table: Table, options: TableOptions) -> list[str]:
@@ -164,7 +150,8 @@ def _identifiers(table: Table, options: TableOptions, notes: list[str]) -> list[
             notes.append(f"column {name.removeprefix('unnamed ')} has no name and {what}: left out")
             aside.append(name)
         elif (why := _row_names(column, table.rows)) is not None:
-            notes.append(f"column {name!r} {why}: taken as an identifier, no input; --keep-columns {name!r} learns from it")
+            kept = f"; --keep-columns {name!r} learns from it" if column.kind == "integer" else ""
+            notes.append(f"column {name!r} {why}: taken as an identifier, no input{kept}")
             aside.append(name)
         elif column.counts_up and table.rows >= ID_ROWS:
             notes.append(f"column {name!r} counts the rows; if it means nothing, add --drop-columns {name!r}")

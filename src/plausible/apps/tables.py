@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -431,16 +431,19 @@ class Preprocessor:
                 f"there are: {listed(table.columns, 20)}"
             )
         notes: list[str] = []
+        problems: list[str] = []
         table = self.readable(table, notes)
         if self.missing == "refuse":
-            refuse_gaps(table, self.names, "fill those cells, or fit again with missing='impute' (--missing impute)")
+            advice = "fill those cells, or fit again with missing='impute' (--missing impute)"
+            attempt(problems, lambda: refuse_gaps(table, self.names, advice))
         # Columns that training had complete may have gaps here: the rule of the fit decides.
         kept = complete(table, self.names) if self.missing == "drop" else np.ones(table.rows, dtype=bool)
         table = table if kept.all() else table.take(kept)
         for column in self.columns if strict else ():
             if isinstance(column, Categories) and (unseen := column.unknown(table[column.name])):
-                raise ValueError(f"{unseen}; known are {listed(column.levels, 10)}")
-        blocks = [column.encode(table[column.name], notes) for column in self.columns]
+                problems.append(f"{unseen}; known are {listed(column.levels, 10)}")
+        blocks = [attempt(problems, partial(column.encode, table[column.name], notes)) for column in self.columns]
+        refuse(problems)
         with np.errstate(over="ignore"):
             inputs = np.concatenate(blocks, axis=1).astype(np.float32)
         if wild := [name for name, values in zip(self.features, inputs.T) if not np.isfinite(values).all()]:
@@ -507,6 +510,24 @@ def _encoder(entry: dict[str, Any]) -> Encoder:
         "tuple[str, ...]": lambda value: tuple(map(str, value)),
     }
     return kind(**{field.name: readers[str(field.type)](entry[field.name]) for field in fields(kind)})
+
+
+def attempt(problems: list[str], check: Callable[[], Any]) -> Any:
+    """What the check returns; None where it refuses, with the reason among the problems."""
+    try:
+        return check()
+    except ValueError as error:
+        problems.append(str(error))
+    return None
+
+
+def refuse(problems: Sequence[str], where: object = "the table") -> None:
+    """All problems in one ValueError; none, nothing happens."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        told = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
+        raise ValueError(f"{where} has {len(problems)} problems: {told}")
 
 
 def complete(table: Table, names: Iterable[str]) -> np.ndarray:
