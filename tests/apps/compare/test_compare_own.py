@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from plausible.apps.cli.app import app
 from plausible.apps.compare import own, protocol, runner, summarise
 from plausible.apps.compare.study import Cell
+from plausible.apps.compare.tables import mean
 from plausible.apps.preparing import TableOptions
 
 
@@ -140,6 +141,13 @@ def test_classes_are_ranked_by_their_scores(flowers: Path, monkeypatch: pytest.M
     assert "Brier score" in (out / "index.html").read_text()
     rows = {row["method"]: row["metrics"] for row in json.loads((out / "results.json").read_text())["rows"]}
     assert rows["linear"]["accuracy"]["value"] > 0.9 > rows["constant"]["accuracy"]["value"]
+
+
+def test_scores_in_large_units_are_short() -> None:
+    assert mean([-0.5, -0.7]).short() == mean([-0.5, -0.7]).text() == "−0.60 ± 0.10"
+    assert mean([20000.0, 30000.0]).short() == "25,000 ± 5,000"
+    assert mean([2e6]).short() == "2,000,000"
+    assert mean([math.inf, 1.0]).short() == "inf"
 
 
 def test_time_is_that_of_auto(houses: Path) -> None:

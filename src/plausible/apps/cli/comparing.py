@@ -170,7 +170,7 @@ def show(study: Study, summary: Summary, *, published: bool) -> None:
                 table.add_row(row.label, *["failed" if row.failures else "–"] + ["–"] * (len(heads) - 2))
                 continue
             marks = {key: f" {MARKS[difference.verdict]}" for key, difference in row.differences.items()}
-            values = [row.metrics[key].text() + marks.get(key, "") for key in names]
+            values = [row.metrics[key].short() + marks.get(key, "") for key in names]
             if study.own:
                 less = row.differences.get("log_likelihood")
                 values.insert(0, "–" if less is None else less.text())

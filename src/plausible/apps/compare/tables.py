@@ -32,6 +32,12 @@ class Mean(NamedTuple):
         """`−2.41 ± 0.06`; as many digits as the error asks for, at least `digits`."""
         return "–" if not self.splits else _with_error(self.value, self.error, digits)
 
+    def short(self) -> str:
+        """`text`, but of values from a thousand on, `23,029 ± 1,302`: whatever unit a table is in."""
+        if not 1000 <= abs(self.value) < math.inf or not self.splits:
+            return self.text()
+        return f"{self.value:,.0f} ± {self.error:,.0f}".replace("-", "−").removesuffix(" ± nan")
+
 
 class Difference(NamedTuple):
     """A mean paired difference (method less reference), its corrected standard error, and the verdict by Student's t."""
@@ -48,14 +54,11 @@ class Difference(NamedTuple):
 
 def _with_error(value: float, error: float, digits: int) -> str:
     if not math.isfinite(value) or abs(value) >= 1e5:
-        shown = f"{value:.3g}".replace("-", "−")
-        return f"{shown} ± {error:.2g}" if error > 0 and math.isfinite(value) else shown
-    if abs(value) >= 1000 and not error < 1:
-        digits = 0
-    elif math.isfinite(error) and error > 0:
+        return f"{value:.3g}".replace("-", "−")
+    if math.isfinite(error) and error > 0:
         digits = max(digits, min(6, 1 - math.floor(math.log10(error)) if error < 0.1 else digits))
-    shown = f"{value:,.{digits}f}".replace("-", "−")
-    return shown if math.isnan(error) else f"{shown} ± {error:,.{digits}f}"
+    shown = f"{value:.{digits}f}".replace("-", "−")
+    return shown if math.isnan(error) else f"{shown} ± {error:.{digits}f}"
 
 
 @dataclass(frozen=True)
