@@ -119,7 +119,7 @@ def read_sheet(options: TableOptions) -> Sheet:
     usable = _usable(read, inputs, options, notes)
     target, lines = decide(usable, options.targets, options.task, options.likelihood)
     # What is text in the whole table is text in the training rows, even where those happen to look like numbers.
-    dated = {name: found for name in inputs if name not in options.categorical and (found := read[name].read_dates())}
+    dated = {name: found for name in inputs if name not in options.categorical and (found := read[name].calendar)}
     words = {name for name in inputs if read[name].kind == "text" and name not in dated}
     categorical = frozenset(words | set(options.categorical))
     return Sheet(usable, tuple(inputs), tuple(aside), categorical, dated, target, options.missing, (*notes, *lines))
@@ -164,7 +164,7 @@ def _row_names(column: Column, rows: int) -> str | None:
         return None
     if _ID.search(column.name):
         return "counts the rows" if column.counts_up else "is called so and differs in every row"
-    if column.kind == "text" and not column.slip and not column.read_dates() and not column.strays:
+    if column.kind == "text" and not column.slip and not column.calendar and not column.strays:
         return "is text that differs in every row"
     return None
 

@@ -135,9 +135,10 @@ class Column:
             return ()
         return tuple(level for level in self.levels if level not in known)
 
-    def read_dates(self, format: str | None = None) -> dates.Reading | None:
-        """The cells as dates by text, where all are, in this format or in any."""
-        found = dates.read(self.levels, format) if self.kind == "text" else None
+    @cached_property
+    def calendar(self) -> dates.Reading | None:
+        """The cells as dates by text, where all are, in one format."""
+        found = dates.read(self.levels) if self.kind == "text" else None
         return found if found and len(found.days) == len(self.levels) else None
 
     def without_strays(self, words: Iterable[str] | None = None) -> Column:
@@ -326,13 +327,12 @@ class Dates:
         gaps = column.missing
         if gaps.any() and not self.indicator:
             notes.append(f"column {self.name!r} was complete in training: {gaps.sum()} gaps become its median")
-        found = column.read_dates(self.format) if column.levels else dates.Reading({}, self.format, "")
-        if found is None:
-            bad = {level for level in column.levels if dates.day(level, self.format) is None}
+        read = {level: dates.day(level, self.format) for level in column.levels}
+        if bad := {level for level, day in read.items() if day is None}:
             row, text = next((column.row(index), cell) for index, cell in enumerate(column.cells) if cell in bad)
             written = dates.FORMATS[self.format]
             raise ValueError(f"column {self.name!r} must hold dates ({written}) as in training, but row {row} is {text!r}")
-        days = np.array([self.fill if cell is None else found.days[cell] for cell in column.cells])
+        days = np.array([self.fill if cell is None else read[cell] for cell in column.cells], dtype=np.float64)
         if beyond := int(((days < self.first) | (days > self.last)).sum()):
             seen = f"{dates.written(self.first)} to {dates.written(self.last)}"
             reach = f"{dates.written(days.min())} to {dates.written(days.max())}"
@@ -485,7 +485,7 @@ class Preprocessor:
 
 def encoder(column: Column, missing: str, categorical: bool, found: dates.Reading | None, notes: list[str]) -> Encoder:
     """What turns this column into inputs: dates where all cells are such, categories where texts are or where asked for."""
-    found = None if categorical else found or column.read_dates()
+    found = None if categorical else found or column.calendar
     if found:
         rival = f", not {found.rival}, which would fit as well" if found.rival else ""
         notes.append(f"column {column.name!r} holds dates, read as {dates.FORMATS[found.format]}{rival}")
