@@ -193,6 +193,9 @@ def test_identifiers_are_no_inputs_and_go_with_the_predictions(tmp_path):
     predicted = files.read_table(tmp_path / "p.csv")
     assert list(predicted.columns)[:4] == ["unnamed 1", "name", "house_id", "mean"]
     assert predicted["house_id"].cells[:2] == ("1000", "997")
+    assert plausible("predict", tmp_path / "run", data, "-o", tmp_path / "p.json").exit_code == 0
+    first = json.loads((tmp_path / "p.json").read_text())[1]
+    assert (first["unnamed 1"], first["name"], first["house_id"]) == (1, "H07", 997)  # numbers as numbers
     without = write(tmp_path / "new.csv", "a\n3\n")
     assert plausible("predict", tmp_path / "run", without, "-o", tmp_path / "q.csv").exit_code == 0
 
@@ -266,6 +269,15 @@ def test_every_ending_is_read_alike_and_written(tmp_path):
     assert (tmp_path / "t.parquet").read_bytes()[:4] == b"PAR1"
     assert gzip.decompress((tmp_path / "t.csv.gz").read_bytes()) == (tmp_path / "t.csv").read_bytes()
     assert json.loads((tmp_path / "t.json").read_text())[1] == {"a": 2, "b": None, "c": "y, z"}
+
+
+@pytest.mark.parametrize("name", ["t.xlsx", "t.feather", "t.parquet.gz", "t.zip"])
+def test_other_kinds_of_files_are_refused_both_ways(name, tmp_path):
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"a table is .csv, .tsv, .*, no .* save it as one of these"):
+        files.read_table(tmp_path / name)
+    with pytest.raises(ValueError, match=r"save it as one of these"):
+        files.check_writable(tmp_path / name)
 
 
 def test_json_by_columns_and_what_is_no_table(tmp_path):

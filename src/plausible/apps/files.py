@@ -21,6 +21,28 @@ if TYPE_CHECKING:
 
 DELIMITERS = (",", ";", "\t", "|")
 ENDINGS = ".csv, .tsv, .json, .jsonl (each also with .gz) or .parquet"
+FOREIGN = frozenset(
+    [
+        ".xlsx",
+        ".xls",
+        ".ods",
+        ".feather",
+        ".arrow",
+        ".orc",
+        ".avro",
+        ".pkl",
+        ".pickle",
+        ".npy",
+        ".npz",
+        ".h5",
+        ".zip",
+        ".bz2",
+        ".xz",
+        ".zst",
+        ".db",
+        ".sqlite",
+    ]
+)
 SHOWN = 3
 """Lines of a file that are named where many have the same problem."""
 
@@ -41,6 +63,8 @@ def ending(path: Path) -> tuple[str, bool]:
     """The lower-case ending that says what a file holds, `.csv` where it says nothing, and whether it is compressed."""
     packed = path.suffix.lower() == ".gz"
     suffix = (path.with_suffix("") if packed else path).suffix.lower()
+    if suffix in FOREIGN or (packed and suffix in (".parquet", ".pq")):
+        raise ValueError(f"{path}: a table is {ENDINGS}, no {suffix}{'.gz' if packed else ''}; save it as one of these")
     known = {".tsv": ".tsv", ".tab": ".tsv", ".json": ".json", ".jsonl": ".jsonl", ".ndjson": ".jsonl"}
     known |= {".parquet": ".parquet", ".pq": ".parquet"}
     return known.get(suffix, ".csv"), packed
@@ -234,7 +258,7 @@ def write_table(path: Path | None, columns: Mapping[str, Sequence[Any]]) -> None
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse an ending whose writer is not installed, before the work is done."""
+    """Refuse an ending that is not known, or whose writer is not installed, before the work is done."""
     if path is not None and ending(path)[0] == ".parquet":
         _parquet({})
 

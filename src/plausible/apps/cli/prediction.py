@@ -14,7 +14,7 @@ from plausible.apps.cli import runs
 from plausible.apps.cli.errors import note
 from plausible.apps.files import check_writable, read_table, write_table
 from plausible.apps.responses import Response
-from plausible.apps.tables import Table, complete, listed
+from plausible.apps.tables import Column, Table, complete, listed
 
 if TYPE_CHECKING:
     from plausible.posteriors.predictive import Predictive
@@ -116,8 +116,8 @@ def predict(
         places = np.cumsum(features.kept) - 1
         for name, values in predicted.items():
             predicted[name] = [values[place] if kept else None for place, kept in zip(places, features.kept)]
-    named = (name for name in preprocessor.aside if name in table.columns and table[name].kind != "empty")
-    write_table(out, {name: list(table[name].cells) for name in named} | predicted)
+    named = (table[name] for name in preprocessor.aside if name in table.columns)
+    write_table(out, {column.name: _as_written(column) for column in named if column.kind != "empty"} | predicted)
     seen = _with_target(target, table, features.kept)
     if seen is None:
         return record, table.rows, None
@@ -128,6 +128,12 @@ def predict(
     predictive = target.restore(posterior.predict(inputs[of_these], draws=draws, seed=seed))
     observed = torch.from_numpy(target.observed(table.take(seen)))
     return record, table.rows, held_out(target, predictive, observed.to(posterior.device), level)
+
+
+def _as_written(column: Column) -> list[Any]:
+    """The cells of an identifier: whole numbers as such, but for those with zeros in front, which are names."""
+    whole = column.kind == "integer" and all(str(int(level)) == level for level in column.levels)
+    return [int(cell) if whole and cell is not None else cell for cell in column.cells]
 
 
 def _with_target(target: Response, table: Table, kept: np.ndarray) -> np.ndarray | None:

@@ -342,7 +342,6 @@ def against_validation(history: Mapping[str, Sequence[float]], trained: int) -> 
         f"rows and {number(float(held[best]))} on rows held out while training.",
         f"The best epoch for rows that training did not see is {best + 1} (grey), with {number(float(held[best]))} nats a row; "
         f"training rows have {gap} more. A gap that widens is overfitting, which is why weights of the best epoch are kept.",
-        size=(7.5, 3.4),
     )
 
 
