@@ -180,7 +180,7 @@ def fit(
     record, metrics, findings = training.fit(training.FitOptions(**given))
     if not quiet:
         view.scores(record, metrics)
-        view.verdicts(record, findings)
+        view.verdicts(findings)
         note(f"saved in {out}; next: plausible report {out}, plausible predict {out} new.csv --out predictions.csv")
 
 

@@ -52,7 +52,7 @@ def number(key: str, value: float) -> str:
 TONES = {"good": "✓", "bad": "▲", "unclear": "?", "plain": "•"}
 
 
-def verdicts(record: Record, findings: Findings) -> None:
+def verdicts(findings: Findings) -> None:
     """What the report says in short: whether predictions can be taken at their word, and what to do where not."""
     from plausible.apps.report.verdicts import diagnosis
     from plausible.apps.report.verdicts import verdicts as judged
@@ -64,8 +64,6 @@ def verdicts(record: Record, findings: Findings) -> None:
     for name, verdict in said:
         advice = f" {verdict.advice}" if verdict.advice and verdict.tone in ("bad", "unclear") else ""
         screen.print(f"{TONES[verdict.tone]} {name}{verdict.headline}{advice}", soft_wrap=not screen.is_terminal)
-    if "choice" in record.settings and any(verdict.tone == "bad" for verdict in diagnosis(findings)):
-        screen.print(f"{record.method} was chosen for the time there was: more of it (--time 5m) may mend this.")
 
 
 def candidates(problem: Problem, found: Sequence[Candidate]) -> None:
