@@ -161,7 +161,7 @@ def test_weights_and_a_learned_noise_arrive_at_one_mode() -> None:
 
 def test_a_variational_bound_is_below_the_evidence_and_said_to_be_one() -> None:
     bound = _linear(2, method=pl.MeanField(epochs=400, batch_size=None, lr=0.02, samples=8))
-    found = evidence.compare({"bound": bound, "laplace": _linear(2)})
+    found = evidence.compare({"bound": bound, "laplace": _linear(4)})
     assert found["bound"].log_evidence < _exact(2) + 0.3  # the last epoch's bound is an average over few draws
     assert found["bound"].bound
     assert found["bound"].note == "lower bound"
@@ -169,6 +169,18 @@ def test_a_variational_bound_is_below_the_evidence_and_said_to_be_one() -> None:
     assert not found["laplace"].bound
     assert "lower bound" in str(found)
     assert "lower bound" in found.to_markdown()
+
+
+def test_two_methods_on_one_model_have_no_bayes_factor() -> None:
+    laplace, bound = _linear(2), _linear(2, method=pl.MeanField(epochs=5, batch_size=None))
+    message = r"b are the same model, fitted by Laplace and MeanField.*an estimate.*a lower bound.*no Bayes factor"
+    with pytest.raises(ValueError, match=message):
+        evidence.compare({"a": laplace, "b": bound})
+    tuned = _linear(2, method=pl.Laplace(structure="full", mode=MODE, tune="layer"))
+    with pytest.raises(ValueError, match="no Bayes factor"):  # its prior is its own, as the method chose it
+        evidence.compare({"tuned": tuned, "bound": bound})
+    evidence.compare({"one start": laplace, "another": _linear(2)})  # by one method
+    evidence.compare({"wide prior": laplace, "narrow prior": _linear(2, 0.1, method=pl.MeanField(epochs=5, batch_size=None))})
 
 
 def test_symmetries_are_counted() -> None:
@@ -329,6 +341,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "wide": ("--method", "laplace", "--hidden", "8"),
         "other": ("--method", "laplace", "--hidden", "none", "--seed", "1"),
         "point": ("--method", "map"),
+        "bound": ("--method", "mean-field", "--hidden", "none"),
     }
     for name, options in settings.items():
         more = ("--activation", "tanh", "--set", "structure=full", "--set", "polish=100") if "laplace" in options else ()
@@ -353,6 +366,7 @@ def test_runs_are_compared_on_the_command_line(runs: dict[str, Path], tmp_path: 
         ((runs["line"], runs["other"]), "models of the same data"),
         ((runs["line"], runs["point"]), "has no log_evidence"),
         ((runs["line"], runs["wide"], "--prior", "1"), "--prior takes 2 numbers"),
+        ((runs["line"], runs["bound"]), "it is no Bayes factor"),
     ):
         failed = _call("evidence", *arguments)
         assert failed.exit_code == 1

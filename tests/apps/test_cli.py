@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 import plausible as pl
 from plausible import metrics
-from plausible.apps import assembling, responses
-from plausible.apps.cli import app, files, prediction, training
+from plausible.apps import assembling, files, preparing, responses
+from plausible.apps.cli import app, prediction
 from plausible.apps.tables import Table
 
 FAST = ("--epochs", "2", "--hidden", "5", "--quiet")
+MORE = ("--epochs", "60", "--lr", "0.02")
 
 
 def plausible(*arguments):
@@ -70,7 +71,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def regression(folder):
     data = write(folder / "houses.csv", houses())
-    fitted = plausible("fit", data, "--target", "price", "--out", folder / "houses", "--epochs", 60, "--lr", 0.02)
+    fitted = plausible("fit", data, "--target", "price", "-m", "ensemble", "--out", folder / "houses", *MORE)
     assert fitted.exit_code == 0, fitted.output
     return folder / "houses", fitted
 
@@ -78,7 +79,7 @@ def regression(folder):
 @pytest.fixture(scope="module")
 def classification(folder):
     data = write(folder / "flowers.csv", flowers())
-    fitted = plausible("fit", data, "--target", "kind", "--out", folder / "flowers", "--epochs", 60, "--lr", 0.02)
+    fitted = plausible("fit", data, "--target", "kind", "-m", "ensemble", "--out", folder / "flowers", *MORE)
     assert fitted.exit_code == 0, fitted.output
     return folder / "flowers", fitted
 
@@ -153,7 +154,7 @@ def test_tsv_and_parquet_read_like_csv(tmp_path):
 
 
 def test_write_leaves_no_pieces(tmp_path):
-    files.write_csv(tmp_path / "new" / "out.csv", {"a": [0.1, None], "b,c": ["x", "y"]})
+    files.write_table(tmp_path / "new" / "out.csv", {"a": [0.1, None], "b,c": ["x", "y"]})
     assert (tmp_path / "new" / "out.csv").read_text() == 'a,"b,c"\n0.1,x\n,y\n'
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.csv"]
 
@@ -164,7 +165,10 @@ BROKEN = {
     "header": (b"a,price\n", "has a header but no rows"),
     "twice": (b"a,a,price\n1,2,3\n", "same name: a"),
     "ragged": (b"a,price\n1,2\n1,2,3\n", "line 3: 3 cells, but the header has 2 columns"),
-    "latin": ("städte,price\n1,2\n".encode("latin1"), "not UTF-8 text (byte 0xe4 in line 1)"),
+    "latin": (
+        "städte,price\n1,2\n".encode("latin1"),
+        "not UTF-8 text (byte 0xe4 in line 1); if it is Latin-1, add --encoding latin-1",
+    ),
     "utf16": ("a,price\n1,2\n".encode("utf-16"), "is UTF-16"),
     "binary": (b"a,price\n\x00,2\n", "zero bytes"),
     "quote": (b'a,price\n"1,2\n', "not a readable CSV file"),
@@ -175,7 +179,7 @@ BROKEN = {
 def test_broken_files_are_one_line(name, tmp_path):
     content, message = BROKEN[name]
     (tmp_path / "data.csv").write_bytes(content)
-    found = error_of(plausible("fit", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "run", *FAST))
+    found = error_of(plausible("fit", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "run", "-m", "map", *FAST))
     assert message in found
     assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
 
@@ -271,11 +275,17 @@ def test_settings_reach_the_method_inside():
         (("--drop-columns", "area,rooms,city"), "no input columns besides the target"),
         (("--drop-columns", "price"), "both --target and in --drop-columns"),
         (("--resume", "--no-checkpoint"), "--resume needs the checkpoint"),
+        (
+            ("--method", "auto"),
+            "--epochs is for a method that is named, such as --method ensemble; auto chooses its own by --time",
+        ),
+        (("--time", "60s"), "--time is for --method auto, which chooses by it; ensemble runs as long as its settings say"),
+        (("--encoding", "latin-99"), "--encoding latin-99 is not known"),
     ],
 )
 def test_mistakes_in_the_options_are_one_line(arguments, message, tmp_path):
     data = write(tmp_path / "data.csv", houses(20))
-    options = ("--epochs", 2) if "--epochs" not in arguments else ()
+    options = ("-m", "ensemble") if "--epochs" in arguments else ("-m", "ensemble", "--epochs", 2)
     result = plausible("fit", data, "-t", "price", "-o", tmp_path / "run", "--hidden", 5, "-q", *options, *arguments)
     assert message in error_of(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv"]
@@ -344,17 +354,17 @@ def test_same_seed_same_run_and_another_seed_differs(tmp_path):
 
 
 def test_split_is_a_partition():
-    train, test = training.split(100, 0.25, seed=3)
+    train, test = preparing.split(100, 0.25, seed=3)
     assert sorted([*train, *test]) == list(range(100))
     assert len(test) == 25
-    assert len(training.split(10, 0.0, seed=0)[1]) == 0
+    assert len(preparing.split(10, 0.0, seed=0)[1]) == 0
     with pytest.raises(ValueError, match="2 are needed"):
-        training.split(2, 0.5, seed=0)
+        preparing.split(2, 0.5, seed=0)
 
 
 def test_missing_values_refused_dropped_imputed(tmp_path):
     data = write(tmp_path / "data.csv", houses(40, gaps=True))
-    found = error_of(plausible("fit", data, "-t", "price", "-o", tmp_path / "run", *FAST))
+    found = error_of(plausible("fit", data, "-t", "price", "-o", tmp_path / "run", "-m", "map", *FAST))
     assert "area (8), city (6) of 40 rows; add --missing impute" in found
     dropped = plausible("fit", data, "-t", "price", "-o", tmp_path / "dropped", "-m", "map", "--missing", "drop", "--epochs", 1)
     assert "12 of 40 rows left out" in dropped.stderr
@@ -379,9 +389,10 @@ def test_rows_without_a_target_are_never_imputed(tmp_path):
 
 
 def test_a_row_number_is_pointed_out(tmp_path):
-    data = write(tmp_path / "data.csv", "id,a,y\n" + "\n".join(f"{i},{i * i % 7},{i / 3}" for i in range(20)))
+    data = write(tmp_path / "data.csv", "week,a,y\n" + "\n".join(f"{i},{i * i % 7},{i / 3}" for i in range(20)))
     result = plausible("fit", data, "-t", "y", "-o", tmp_path / "run", "-m", "map", "--hidden", "none", "--epochs", 1)
-    assert "'id' counts the rows; if it means nothing, add --drop-columns 'id'" in result.stderr
+    assert "'week' counts the rows; if it means nothing, add --drop-columns 'week'" in result.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["network"]["inputs"] == ["week", "a"]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +478,7 @@ def test_existing_folders_and_files(tmp_path):
 def test_unwritable_folder(tmp_path):
     data = write(tmp_path / "data.csv", houses(20))
     (tmp_path / "locked").mkdir(mode=0o500)
-    found = error_of(plausible("fit", data, "-t", "price", "-o", tmp_path / "locked" / "run", *FAST))
+    found = error_of(plausible("fit", data, "-t", "price", "-o", tmp_path / "locked" / "run", "-m", "map", *FAST))
     assert "cannot be written: permission denied" in found
 
 
@@ -506,7 +517,9 @@ def test_predictions_are_those_of_the_library(regression, tmp_path):
     data = run.with_suffix(".csv")
     result = plausible("predict", run, data, "--out", tmp_path / "p.csv", "--level", 0.5)
     assert result.exit_code == 0, result.output
-    assert "columns not used by this run: price" in result.stderr
+    assert "not used" not in result.stderr
+    assert "60 scored rows, ensemble" in result.stdout  # which is there: scores
+    assert "may hold rows that the run was fitted to" in result.stderr
     rows = read(tmp_path / "p.csv")
     assert list(rows[0]) == ["mean", "std", "epistemic", "aleatoric", "lower", "upper"]
     from plausible.apps.cli import runs

@@ -44,7 +44,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     table.write_text("\n".join(lines) + "\n")
     result = plausible("fit", table, "-t", "price", "-o", folder / "run", "-m", "hmc", *SHORT)
     assert result.exit_code == 0, result.output
-    return table, folder / "run", result.stderr
+    return table, folder / "run", result.output
 
 
 def test_fit_says_whether_chains_agree(fitted: Any) -> None:
@@ -65,7 +65,7 @@ def test_with_data_the_table_is_that_of_functions(fitted: Any, tmp_path: Path) -
     assert lines[0] == "2 chains of 60 draws"
     assert sum(line.startswith("f(row ") for line in lines) == 3
     record, posterior = runs.load(run)
-    from plausible.apps.cli.files import read_table
+    from plausible.apps.files import read_table
 
     places = np.unique(np.linspace(0, 69, 50).astype(int))
     x = record.preprocessor.transform(read_table(table)).inputs[places]

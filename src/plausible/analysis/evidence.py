@@ -9,6 +9,7 @@ posterior takes apart.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from torch import nn
 
 from plausible.blocks.curvature.tuning import Evidence
 from plausible.core.data import num_rows, take
+from plausible.core.priors.composed import Patterns
 from plausible.core.tables import Table, Tabular, data_frame
 from plausible.posteriors.base import Posterior, check_draws
 from plausible.posteriors.predictive import Draws, Predictive
@@ -183,13 +185,15 @@ def compare(
     prior_probabilities: p(M), equal by default; they sum to 1.
     symmetries: add `log_symmetries` of each network, the number of modes that are copies of the one that was found.
 
-    That all were fitted on the same data cannot be seen from a posterior but for the number of examples, which is checked.
+    That all were fitted on the same data cannot be seen from a posterior but for the number of examples, which is checked. One
+    model fitted by two methods is refused: the difference of their estimates is no Bayes factor.
     """
     named = _named(posteriors)
     priors = _priors(prior_probabilities, tuple(named))
     _check_same_data(named)
     copies = {name: log_symmetries(posterior.model.network) if symmetries else 0.0 for name, posterior in named.items()}
     logs = {name: _log_evidence(name, posterior) + copies[name] for name, posterior in named.items()}
+    _check_models(named)
     top = max(logs.values())
     with_prior = {name: value + (math.log(priors[name]) if priors[name] else -math.inf) for name, value in logs.items()}
     # Log evidences differ by hundreds of nats: the largest is taken out before the exponentials.
@@ -291,6 +295,37 @@ def _check_same_data(named: Mapping[str, Posterior]) -> None:
                 f"evidence compares models of the same targets: {first} has a likelihood of {one.likelihood.kind} targets, {name} "
                 f"of {other.likelihood.kind} ones"
             )
+
+
+def _check_models(named: Mapping[str, Posterior]) -> None:
+    """Refuse one model fitted by two methods: these are two estimates of one number, and no models to choose between."""
+    for (name, one), (other, two) in itertools.combinations(named.items(), 2):
+        if type(one.method) is type(two.method) or _anatomy(one) != _anatomy(two):
+            continue
+        if one.model.prior == two.model.prior or _tuned(one) or _tuned(two):
+            ways = [_estimate(each) for each in (one, two)]
+            raise ValueError(
+                f"{name} and {other} are the same model, fitted by {one.method_name} and {two.method_name}: their numbers "
+                f"({one.log_evidence:.1f}, {ways[0]}, and {two.log_evidence:.1f}, {ways[1]}) stand for the same log p(D), and the "
+                "difference says how good the estimates are, not how probable a model is: it is no Bayes factor. Compare models "
+                "(networks, priors, likelihoods) by one method; compare methods by held-out scores (plausible compare)"
+            )
+
+
+def _anatomy(posterior: Posterior) -> tuple[Any, ...]:
+    model = posterior.model
+    shapes = {n: (value.shape, n in model.random) for n, value in model.initial.items() if not n.startswith("likelihood.")}
+    return str(model.network), str(model.likelihood), shapes
+
+
+def _tuned(posterior: Posterior) -> bool:
+    """Whether the precisions of the prior are those that the method found by the evidence."""
+    return getattr(posterior.method, "tune", None) is not None and isinstance(posterior.model.prior, Patterns)
+
+
+def _estimate(posterior: Posterior) -> str:
+    sampled = "log_evidence_error" in posterior.run
+    return "an estimate" if sampled or getattr(posterior, "evidence", None) is not None else "a lower bound"
 
 
 def _priors(given: Any, names: tuple[str, ...]) -> dict[str, float]:

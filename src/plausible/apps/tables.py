@@ -1,4 +1,5 @@
-"""Tables to network inputs: z = (v − mean)/std for numbers, one-hot for categories, and a rule for what is missing.
+"""Tables to network inputs: z = (v − mean)/std for numbers, one-hot for categories, the calendar's view of dates, and a rule for
+what is missing.
 
 A `Table` is a set of named columns of text cells (a missing cell is None), as a CSV file gives them; whether a column
 is numeric is read off its cells. A `Preprocessor` is fitted on the training rows, is plain data (JSON, no pickle), and
@@ -10,20 +11,24 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import nn
 
+from plausible.apps import dates
+
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none", "?"})
 """Cells read as missing, whatever their case and the blanks around them."""
 
 MAX_LEVELS = 100
 ID_ROWS = 20
+FEW = 20
+"""Different numbers up to which a column of numbers with words in it may mean categories (`1`, `2`, `3+`)."""
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU}
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -59,14 +64,16 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """Text cells with None where a value is missing; `numbers` and `kind` are read off them.
+    """Text cells with None where a value is missing; `numbers`, `dates` and `kind` are read off them.
 
     rows: where the cells stood in the file, counted from 1 below the header; None for 1, 2, 3, …
+    unit: the currency or % that all numbers had, and that was taken off.
     """
 
     name: str
     cells: tuple[str | None, ...]
     rows: tuple[int, ...] | None = None
+    unit: str = ""
 
     def row(self, index: int) -> int:
         return index + 1 if self.rows is None else self.rows[index]
@@ -74,7 +81,7 @@ class Column:
     def take(self, indices: Sequence[int]) -> Column:
         """The column of these cells, in the order given; they keep their row numbers."""
         cells = tuple(self.cells[index] for index in indices)
-        return Column(self.name, cells, tuple(self.row(index) for index in indices))
+        return replace(self, cells=cells, rows=tuple(self.row(index) for index in indices))
 
     @cached_property
     def missing(self) -> np.ndarray:
@@ -113,6 +120,31 @@ class Column:
         good = {level for level in self.levels if _NUMBER.fullmatch(level)}
         share = sum(cell in good for cell in self.cells) / max(1, int((~self.missing).sum()))
         return f"row {self.unreadable[0]} is {self.unreadable[1]!r}" if self.unreadable and share >= 0.5 else ""
+
+    @cached_property
+    def strays(self) -> tuple[str, ...]:
+        """The words in a column of numbers or dates: half of its cells or more are such, too many for categories."""
+        if self.kind != "text":
+            return ()
+        known = {level for level in self.levels if _NUMBER.fullmatch(level)}
+        if not self.slip and (found := dates.read(self.levels)):
+            known = set(found.days)
+            if 2 * sum(cell in known for cell in self.cells) < len(self.cells) - int(self.missing.sum()):
+                return ()
+        elif not self.slip or len(known) <= min(FEW, len(self.cells) / 2):
+            return ()
+        return tuple(level for level in self.levels if level not in known)
+
+    @cached_property
+    def calendar(self) -> dates.Reading | None:
+        """The cells as dates by text, where all are, in one format."""
+        found = dates.read(self.levels) if self.kind == "text" else None
+        return found if found and len(found.days) == len(self.levels) else None
+
+    def without_strays(self, words: Iterable[str] | None = None) -> Column:
+        """The column with its strays, or with these words, as missing cells."""
+        words = set(self.strays if words is None else words)
+        return replace(self, cells=tuple(None if cell in words else cell for cell in self.cells)) if words else self
 
     @cached_property
     def numbers(self) -> np.ndarray:
@@ -162,6 +194,10 @@ class Table:
     def take(self, rows: np.ndarray) -> Table:
         indices = (np.flatnonzero(rows) if rows.dtype == bool else rows).tolist()
         return Table(column.take(indices) for column in self.columns.values())
+
+    def with_column(self, column: Column) -> Table:
+        """The table with this column in the place of the one of its name."""
+        return Table({**self.columns, column.name: column}.values())
 
     def without(self, names: Iterable[str]) -> Table:
         dropped = {self[name].name for name in names}
@@ -218,7 +254,7 @@ class Categories:
         """The levels of the present cells; columns that look like identifiers are refused."""
         levels, rows = len(column.levels), int((~column.missing).sum())
         if levels > MAX_LEVELS or (levels == rows >= ID_ROWS):
-            why = "looks like an identifier, a date or free text: turn it into numbers"
+            why = "looks like an identifier or free text: turn it into numbers"
             if slip := column.slip:
                 why = f"is mostly numbers, but {slip}: mend the file"
             raise ValueError(
@@ -255,6 +291,65 @@ class Categories:
         return encoded
 
 
+@dataclass(frozen=True)
+class Dates:
+    """d → (d − mean)/std in days, its calendar `parts` that varied in training, and 1[d missing] where `indicator`.
+
+    first, last: the range of the training rows, in days since 1970-01-01; beyond it the first input goes on growing, so that
+    draws which agree inside may part. A missing d → `fill` (the training median).
+    """
+
+    name: str
+    format: str
+    first: float
+    last: float
+    mean: float
+    std: float
+    fill: float
+    parts: tuple[str, ...] = ()
+    indicator: bool = False
+
+    @classmethod
+    def fit(cls, column: Column, found: dates.Reading, missing: str) -> Dates:
+        days = np.array([found.days[cell] for cell in column.cells if cell is not None])
+        varied = tuple(name for name, values in dates.parts(days).items() if np.ptp(values, axis=0).max() > 1e-9)
+        indicator = missing == "impute" and bool(column.missing.any())
+        first, last, mean, std, fill = map(float, (days.min(), days.max(), days.mean(), days.std() or 1.0, np.median(days)))
+        return cls(column.name, found.format, first, last, mean, std, fill, varied, indicator)
+
+    @property
+    def features(self) -> list[str]:
+        named = [f"{self.name}: {part}" for name in self.parts for part in dates.NAMES[name]]
+        return [self.name, *named, *[f"{self.name} missing"] * self.indicator]
+
+    def encode(self, column: Column, notes: list[str]) -> np.ndarray:
+        """`[N]` cells → `[N, 1 + parts (+ 1)]`."""
+        gaps = column.missing
+        if gaps.any() and not self.indicator:
+            notes.append(f"column {self.name!r} was complete in training: {gaps.sum()} gaps become its median")
+        read = {level: dates.day(level, self.format) for level in column.levels}
+        if bad := {level for level, day in read.items() if day is None}:
+            row, text = next((column.row(index), cell) for index, cell in enumerate(column.cells) if cell in bad)
+            written = dates.FORMATS[self.format]
+            raise ValueError(f"column {self.name!r} must hold dates ({written}) as in training, but row {row} is {text!r}")
+        days = np.array([self.fill if cell is None else read[cell] for cell in column.cells], dtype=np.float64)
+        if beyond := int(((days < self.first) | (days > self.last)).sum()):
+            seen = f"{dates.written(self.first)} to {dates.written(self.last)}"
+            reach = f"{dates.written(days.min())} to {dates.written(days.max())}"
+            notes.append(
+                f"column {self.name!r} leaves the range of training ({seen}) in {beyond} of {len(days)} rows ({reach}): these are "
+                "extrapolations, look at their epistemic part"
+            )
+        calendar = dates.parts(days)
+        calendar["year"] = (calendar["year"] - self.mean) / self.std
+        blocks = [((days - self.mean) / self.std)[:, None], *(calendar[name] for name in self.parts)]
+        return np.concatenate([*blocks, *[gaps[:, None].astype(np.float64)] * self.indicator], axis=1)
+
+
+Encoder = Numeric | Categories | Dates
+KINDS: dict[str, type[Encoder]] = {"numeric": Numeric, "categories": Categories, "dates": Dates}
+
+
 class Features(NamedTuple):
     """`inputs` float32 `[kept rows, D]`; `kept` bool `[N]`, False for rows left out; `notes` for the user."""
 
@@ -265,23 +360,35 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Columns → inputs `[N, D]`: numbers standardised, texts one-hot, missing cells by one stated rule.
+    """Columns → inputs `[N, D]`: numbers standardised, texts one-hot, dates by the calendar, missing cells by one stated rule.
 
     columns: the encoders, in the order of the inputs.
+    aside: identifiers, which are no inputs but go with the predictions.
     missing: `refuse` (a missing cell is an error), `drop` (its row is left out) or `impute` (the median or a category
         of its own, with an indicator where the training rows had gaps).
     notes: what was decided while fitting.
     """
 
-    columns: tuple[Numeric | Categories, ...]
+    columns: tuple[Encoder, ...]
     missing: str = "refuse"
     notes: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
 
     @classmethod
     def fit(
-        cls, table: Table, inputs: Sequence[str] | None = None, *, missing: str = "refuse", categorical: Iterable[str] = ()
+        cls,
+        table: Table,
+        inputs: Sequence[str] | None = None,
+        *,
+        missing: str = "refuse",
+        categorical: Iterable[str] = (),
+        aside: Sequence[str] = (),
+        dated: Mapping[str, dates.Reading] | None = None,
     ) -> Preprocessor:
-        """Read means, medians and levels off the rows; columns in `categorical` are categories even if numeric."""
+        """Read means, medians and levels off the rows; columns in `categorical` are categories even if numeric or dates.
+
+        dated: how the dates of a larger table were read, where the rows alone would leave it open.
+        """
         categorical = set(categorical)
         if missing not in ("refuse", "drop", "impute"):
             raise ValueError(f"missing must be 'refuse', 'drop' or 'impute', got {missing!r}")
@@ -294,7 +401,7 @@ class Preprocessor:
             table = table.take(complete(table, names))
         if table.rows == 0:
             raise ValueError("no rows are left to learn from; check the columns that are mostly missing")
-        columns: list[Numeric | Categories] = []
+        columns: list[Encoder] = []
         notes: list[str] = []
         for name in names:
             column = table[name]
@@ -302,15 +409,11 @@ class Preprocessor:
                 notes.append(f"column {name!r} is empty and left out")
             elif len(column.levels) == 1 and not column.missing.any():
                 notes.append(f"column {name!r} is constant ({column.levels[0]}) and left out")
-            elif column.kind == "text" or name in categorical:
-                columns.append(Categories.fit(column, missing))
-                if slip := column.slip:
-                    notes.append(f"column {name!r} is read as categories: {slip}, not a number")
             else:
-                columns.append(Numeric.fit(column, missing))
+                columns.append(encoder(column, missing, name in categorical, (dated or {}).get(name), notes))
         if not columns:
             raise ValueError("no input column is left: every one is constant, empty or dropped")
-        return cls(tuple(columns), missing, tuple(notes))
+        return cls(tuple(columns), missing, tuple(notes), tuple(aside))
 
     @property
     def names(self) -> list[str]:
@@ -327,47 +430,104 @@ class Preprocessor:
                 f"missing input columns: {listed(absent, 20)}{nearest(absent[0], table.columns)}; "
                 f"there are: {listed(table.columns, 20)}"
             )
+        notes: list[str] = []
+        problems: list[str] = []
+        table = self.readable(table, notes)
         if self.missing == "refuse":
-            refuse_gaps(table, self.names, "fill those cells, or fit again with missing='impute' (--missing impute)")
+            advice = "fill those cells, or fit again with missing='impute' (--missing impute)"
+            attempt(problems, lambda: refuse_gaps(table, self.names, advice))
         # Columns that training had complete may have gaps here: the rule of the fit decides.
         kept = complete(table, self.names) if self.missing == "drop" else np.ones(table.rows, dtype=bool)
-        notes: list[str] = []
         table = table if kept.all() else table.take(kept)
         for column in self.columns if strict else ():
             if isinstance(column, Categories) and (unseen := column.unknown(table[column.name])):
-                raise ValueError(f"{unseen}; known are {listed(column.levels, 10)}")
-        blocks = [column.encode(table[column.name], notes) for column in self.columns]
+                problems.append(f"{unseen}; known are {listed(column.levels, 10)}")
+        blocks = [attempt(problems, partial(column.encode, table[column.name], notes)) for column in self.columns]
+        refuse(problems)
         with np.errstate(over="ignore"):
             inputs = np.concatenate(blocks, axis=1).astype(np.float32)
         if wild := [name for name, values in zip(self.features, inputs.T) if not np.isfinite(values).all()]:
             raise ValueError(f"values in {listed(wild)} are too far from those seen in training to compute with")
         return Features(inputs, kept, tuple(notes))
 
+    def readable(self, table: Table, notes: list[str]) -> Table:
+        """The table with words among numbers as missing cells, where the rule for these is another than refusing them."""
+        for column in self.columns if self.missing != "refuse" else ():
+            cells = table[column.name]
+            numeric = isinstance(column, Numeric)
+            known = _NUMBER.fullmatch if numeric else lambda text: any(map(str.isdigit, text))
+            words = [] if isinstance(column, Categories) else [level for level in cells.levels if not known(level)]
+            if words:
+                what = f"words that are no {'numbers' if numeric else 'dates'}"
+                notes.append(f"column {column.name!r} holds {what}, taken as missing: {listed(map(repr, words), 5)}")
+                table = table.with_column(cells.without_strays(words))
+        return table
+
     def to_dict(self) -> dict[str, Any]:
-        kinds = {Numeric: "numeric", Categories: "categories"}
+        kinds = {kind: name for name, kind in KINDS.items()}
         return {
             "columns": [{"kind": kinds[type(column)], **vars(column)} for column in self.columns],
             "missing": self.missing,
             "notes": list(self.notes),
+            "aside": list(self.aside),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Preprocessor:
         """The inverse of `to_dict`; anything else is a ValueError."""
         try:
-            columns: list[Numeric | Categories] = []
-            for entry in data["columns"]:
-                name = str(entry["name"])
-                if entry["kind"] == "numeric":
-                    mean, std, fill = (float(entry[key]) for key in ("mean", "std", "fill"))
-                    columns.append(Numeric(name, mean, std, fill, bool(entry["indicator"])))
-                elif entry["kind"] == "categories":
-                    columns.append(Categories(name, tuple(map(str, entry["levels"])), bool(entry["gap_level"])))
-                else:
-                    raise ValueError(f"unknown kind {entry['kind']!r} of column {name!r}")
-            return cls(tuple(columns), str(data["missing"]), tuple(map(str, data["notes"])))
+            columns = [_encoder(dict(entry)) for entry in data["columns"]]
+            notes, aside = (tuple(map(str, data.get(key, ()))) for key in ("notes", "aside"))
+            return cls(tuple(columns), str(data["missing"]), notes, aside)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the description of a preprocessor: {error!r}") from error
+
+
+def encoder(column: Column, missing: str, categorical: bool, found: dates.Reading | None, notes: list[str]) -> Encoder:
+    """What turns this column into inputs: dates where all cells are such, categories where texts are or where asked for."""
+    found = None if categorical else found or column.calendar
+    if found:
+        rival = f", not {found.rival}, which would fit as well" if found.rival else ""
+        notes.append(f"column {column.name!r} holds dates, read as {dates.FORMATS[found.format]}{rival}")
+        return Dates.fit(column, found, missing)
+    if column.kind == "text" or categorical:
+        chosen = Categories.fit(column, missing)
+        if slip := column.slip:
+            notes.append(f"column {column.name!r} is read as categories: {slip}, not a number")
+        return chosen
+    return Numeric.fit(column, missing)
+
+
+def _encoder(entry: dict[str, Any]) -> Encoder:
+    """An encoder from its stored fields, each of the type that its class declares."""
+    kind = KINDS.get(str(entry.pop("kind")))
+    if kind is None:
+        raise ValueError(f"unknown kind of column {entry.get('name')!r}")
+    readers: dict[str, Any] = {
+        "str": str,
+        "float": float,
+        "bool": bool,
+        "tuple[str, ...]": lambda value: tuple(map(str, value)),
+    }
+    return kind(**{field.name: readers[str(field.type)](entry[field.name]) for field in fields(kind)})
+
+
+def attempt(problems: list[str], check: Callable[[], Any]) -> Any:
+    """What the check returns; None where it refuses, with the reason among the problems."""
+    try:
+        return check()
+    except ValueError as error:
+        problems.append(str(error))
+    return None
+
+
+def refuse(problems: Sequence[str], where: object = "the table") -> None:
+    """All problems in one ValueError; none, nothing happens."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        told = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
+        raise ValueError(f"{where} has {len(problems)} problems: {told}")
 
 
 def complete(table: Table, names: Iterable[str]) -> np.ndarray:

@@ -37,3 +37,8 @@ def percent(share: float, digits: int = 0) -> str:
 def plural(count: int, noun: str = "row") -> str:
     """`1 row`, `1,234 rows`."""
     return f"{count:,} {noun if count == 1 else f'{noun}s'}"
+
+
+def size(memory: float) -> str:
+    """Bytes as text: `350 MiB`, `1.2 GiB`."""
+    return f"{memory / 2**30:,.1f} GiB" if memory >= 2**30 else f"{max(1.0, memory / 2**20):,.0f} MiB"

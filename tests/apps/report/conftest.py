@@ -96,6 +96,8 @@ def runs(tmp_path_factory):
         fitted = command(
             "fit",
             folder / f"{name}.csv",
+            "-m",
+            "ensemble",
             *options,
             "-o",
             found[name],
@@ -111,7 +113,7 @@ def runs(tmp_path_factory):
         assert command("report", found[name]).exit_code == 0
     csv = folder / "curve.csv"
     chains = ("-m", "ensemble", "--set", "method=sgld", "--set", "members=2", "--lr", 1e-4, "--epochs", 40)
-    for name, options in {"chains": chains, "nothing": ("--test-fraction", 0, "--epochs", 2)}.items():
+    for name, options in {"chains": chains, "nothing": ("-m", "ensemble", "--test-fraction", 0, "--epochs", 2)}.items():
         found[name] = folder / name
         assert command("fit", csv, "-t", "y", "-o", found[name], "-q", "--hidden", 4, *options).exit_code == 0
         assert command("report", found[name]).exit_code == 0

@@ -80,12 +80,12 @@ def test_each_task_has_its_figures(pages):
     numbers = {"Probability integral transform", "Calibration of quantiles", "Predictions and truth", "Risk and coverage"}
     assert numbers | {"Predictive bands", "Where the uncertainty comes from"} <= figures(pages["curve"])
     assert numbers <= figures(pages["counts"])
-    assert len(pages["several"].all("figure")) == 2 * 4 + 3
+    assert len(pages["several"].all("figure")) == 2 * 4 + 3 + 3  # of each target, of training, and of columns
     for name in ("classes", "binary"):
         assert {"Reliability", "Risk and coverage", "log joint"} <= figures(pages[name])
         assert not figures(pages[name]) & {"Predictive bands", "Predictions and truth"}
     assert {"Trace 1", "Ranks", "Convergence"} <= figures(pages["chains"])
-    assert figures(pages["nothing"]) == {"log joint", "log likelihood", "log prior"}
+    assert figures(pages["nothing"]) == {"log joint", "log likelihood", "log prior", "Importance of columns", "x"}
 
 
 def test_the_numbers_of_the_reliability_diagram_have_their_interval(pages):
@@ -101,7 +101,7 @@ def test_what_was_fitted_is_said(pages):
         "SGLD(epochs=40",
         "members=2",
         "1-4-1 perceptron, relu",
-        "Gaussian(scale=1.0",
+        "Default()",
         "seed",
         "PyTorch",
         "steps in",

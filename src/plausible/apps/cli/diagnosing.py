@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plausible.apps.cli.errors import guarded, note
-from plausible.apps.cli.options import Debug, Markdown, Run, option
+from plausible.apps.cli.options import Debug, Encoding, Markdown, Run, option
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
@@ -31,6 +31,7 @@ def diagnose(
     top: Annotated[int, option("Rows of the table: those that have converged least.", shown=True)] = 10,
     plots: Annotated[Path | None, option("Draw traces, ranks, autocorrelations, energies.", metavar="FOLDER")] = None,
     arviz: Annotated[Path | None, option("Write the draws as NetCDF, for arviz.", metavar="FILE")] = None,
+    encoding: Encoding = None,
     markdown: Markdown = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -49,7 +50,7 @@ def diagnose(
         raise ValueError(f"--top must be at least 1, got {top}")
     record, posterior = runs.load(run)
     chains = _chains(record, posterior)
-    x, rows = (None, []) if data is None else _inputs(record, data)
+    x, rows = (None, []) if data is None else _inputs(record, data, encoding)
     weights = chains.diagnostics()
     known = _stored(run) or weights if x is None else chains.diagnostics(x)
     table = summary_table(chains, x).worst(top)
@@ -72,10 +73,9 @@ def diagnose(
         note(f"draws: {arviz}")
 
 
-def said(verdict: Verdict, full: bool = True) -> str:
-    """A verdict in one paragraph; not `full`: without the reasons, and without advice where there is nothing to do."""
-    parts = (verdict.headline, verdict.detail if full else "", verdict.advice)
-    return " ".join(part for part in parts if part)
+def said(verdict: Verdict) -> str:
+    """A verdict in one paragraph."""
+    return " ".join(part for part in (verdict.headline, verdict.detail, verdict.advice) if part)
 
 
 def numbers(known: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
@@ -104,16 +104,6 @@ def numbers(known: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def after_fit(diagnostics: Mapping[str, Any]) -> list[str]:
-    """Notes about convergence in function space when a fit has ended; none for methods without chains."""
-    from plausible.posteriors.verdicts import judged
-
-    if diagnostics.get("rhat") is None:
-        return []
-    apart = diagnostics.get("rhat_weights")
-    return [said(one, full=False) for one in judged(diagnostics, None if apart is None else {"rhat": apart})]
-
-
 def _chains(record: Record, posterior: Any) -> DrawsPosterior:
     from plausible.apps.report.words import plural
     from plausible.posteriors.diagnostics import LEAST
@@ -127,14 +117,14 @@ def _chains(record: Record, posterior: Any) -> DrawsPosterior:
     )
 
 
-def _inputs(record: Record, data: Path) -> tuple[Any, list[int]]:
+def _inputs(record: Record, data: Path, encoding: str | None) -> tuple[Any, list[int]]:
     """Some rows of the table as inputs of the network, and their numbers in the file."""
     import numpy as np
     import torch
 
-    from plausible.apps.cli.files import read_table
+    from plausible.apps.files import read_table
 
-    table = read_table(data)
+    table = read_table(data, encoding)
     features = record.preprocessor.transform(table)
     for line in features.notes:
         note(line)

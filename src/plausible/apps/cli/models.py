@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plausible.apps.cli.errors import guarded, note
-from plausible.apps.cli.options import Debug, Markdown, Run, Seed, numbers, option
+from plausible.apps.cli.options import Debug, Encoding, Markdown, Run, Seed, numbers, option
 
 if TYPE_CHECKING:
     from plausible.analysis.evidence import Comparison
@@ -89,6 +89,7 @@ def fidelity(
     training: Annotated[Path | None, option("The table that both were fitted to: adds weights and regions.")] = None,
     draws: Annotated[int | None, option("Posterior draws of either.", shown="all there are, or 1000")] = None,
     seed: Seed = 0,
+    encoding: Encoding = None,
     json: Annotated[bool, option("Print JSON.", "--json")] = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -104,20 +105,28 @@ def fidelity(
 
     from plausible.apps.cli import view
 
-    result = compared(run, reference, data, training, draws, seed)
+    result = compared(run, reference, data, training, draws, seed, encoding)
     if json:
         typer.echo(dumps(result.to_dict(), indent=2, ensure_ascii=False))
     else:
         view.show(result)
 
 
-def compared(run: Path, reference: Path, data: Path | None, training: Path | None, draws: int | None, seed: int) -> Fidelity:
+def compared(
+    run: Path,
+    reference: Path,
+    data: Path | None,
+    training: Path | None,
+    draws: int | None,
+    seed: int,
+    encoding: str | None = None,
+) -> Fidelity:
     """The comparison of two saved runs, in the units that the networks were trained in."""
     import torch
 
     from plausible.analysis.fidelity import fidelity as measure
-    from plausible.apps.cli.files import read_table
     from plausible.apps.cli.runs import load
+    from plausible.apps.files import read_table
 
     if data is None and training is None:
         raise ValueError("give --data, rows to compare at, or --training, the table that both runs were fitted to")
@@ -134,9 +143,9 @@ def compared(run: Path, reference: Path, data: Path | None, training: Path | Non
             )
     fitted = held = None
     if training is not None:
-        fitted, held = _rows_of_the_fit(record, training)
+        fitted, held = _rows_of_the_fit(record, training, encoding)
     if data is not None:
-        table = read_table(data)
+        table = read_table(data, encoding)
         features = record.preprocessor.transform(table)
         for line in features.notes:
             note(line)
@@ -147,15 +156,15 @@ def compared(run: Path, reference: Path, data: Path | None, training: Path | Non
     return measure(posterior, truth, x, y, data=fitted, draws=draws, seed=seed)
 
 
-def _rows_of_the_fit(record: Record, path: Path) -> tuple[Any, Any]:
+def _rows_of_the_fit(record: Record, path: Path, encoding: str | None) -> tuple[Any, Any]:
     """Training and held-out rows as the network saw them, split as `plausible fit` did."""
     import torch
 
-    from plausible.apps.cli.files import read_table
-    from plausible.apps.cli.training import split
+    from plausible.apps.files import read_table
+    from plausible.apps.preparing import split
     from plausible.apps.tables import complete
 
-    table = read_table(path)
+    table = record.preprocessor.readable(read_table(path, encoding), [])
     names = list(record.target.names)
     if absent := [name for name in names if name not in table.columns]:
         raise ValueError(f"--training {path} has no column {absent[0]!r}, which the run predicts")

@@ -21,6 +21,9 @@ Markdown = Annotated[bool, option("Print the table in Markdown.", "--markdown")]
 Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
 Seed = Annotated[int, option("Of the draws.", shown=True)]
 Draws = Annotated[int | None, option("Posterior draws to average.", shown="all there are")]
+Encoding = Annotated[str | None, option("Of a text file, such as latin-1.", metavar="NAME", shown="utf-8")]
+Target = Annotated[list[str], option("Column to predict; repeat for several.", "--target", "-t")]
+Time = Annotated[str | None, option("Of auto: about how long it may take, such as 30s, 5m or 1h.", shown="a minute")]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from plausible.apps.cli.errors import guarded, note
-from plausible.apps.cli.options import Debug, Draws, Overwrite, Run, Seed, numbers, option
+from plausible.apps.cli.options import Debug, Draws, Encoding, Overwrite, Run, Seed, numbers, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ def prune(
     per_layer: Annotated[bool, option("The same share in every layer.", "--per-layer")] = False,
     draws: Draws = None,
     seed: Seed = 0,
+    encoding: Encoding = None,
     overwrite: Overwrite = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -76,7 +77,7 @@ def prune(
     if data is None:
         note("no --data, so no errors: the table shows sizes only")
     else:
-        rows = _rows(run, record, data)
+        rows = _rows(run, record, data, encoding)
     posterior = runs.load(run, "auto")[1]
     if rows is not None:
         observed = torch.from_numpy(record.target.observed(rows[0])).to(posterior.device)
@@ -119,12 +120,12 @@ def _in_options() -> Iterator[None]:
         raise ValueError(re.sub(options, lambda match: f"--{match[1].replace('_', '-')}", message)) from error
 
 
-def _rows(run: Path, record: Record, data: Path) -> tuple[Table, np.ndarray]:
+def _rows(run: Path, record: Record, data: Path, encoding: str | None) -> tuple[Table, np.ndarray]:
     """The rows of a table that can be measured, with their inputs; of the table of the fit, its held-out rows."""
-    from plausible.apps.cli.files import read_table
+    from plausible.apps.files import read_table
     from plausible.apps.tables import complete
 
-    table = read_table(data)
+    table = read_table(data, encoding)
     for name in record.target.names:
         table[name]  # refused by name where it is missing
     if (held := _held_out(run, record, table)) is not None:

@@ -136,7 +136,7 @@ def write(
     evidence: Findings,
 ) -> None:
     """Write the folder beside its place, then put it there in one rename."""
-    from plausible.apps.cli.files import write_csv
+    from plausible.apps.files import write_table
     from plausible.core.storage import beside, write_json
 
     # A folder cannot be renamed onto one that is not empty: the old run steps aside first, and goes last.
@@ -148,7 +148,7 @@ def write(
         if metrics is not None:
             write_json(new / "metrics.json", dict(metrics))
         if heldout:
-            write_csv(new / "heldout.csv", heldout)
+            write_table(new / "heldout.csv", heldout)
         evidence.write(new)
         if out.exists():
             out.rename(old)

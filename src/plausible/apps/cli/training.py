@@ -8,133 +8,56 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import plausible
 from plausible import Posterior, Predictive
 from plausible.apps.assembling import build
-from plausible.apps.cli import diagnosing, prediction, runs
+from plausible.apps.cli import prediction, runs
 from plausible.apps.cli.errors import Interrupted, note
-from plausible.apps.cli.files import read_table
+from plausible.apps.preparing import Prepared, TableOptions, prepare
+from plausible.apps.report.findings import Findings
 from plausible.apps.report.runs import from_fit
-from plausible.apps.responses import Response, decide, standardised
-from plausible.apps.tables import ID_ROWS, Preprocessor, Table, complete, listed, refuse_gaps
+from plausible.apps.tables import mlp
 from plausible.core import serialise
+from plausible.core.data import Batch, as_data
+from plausible.core.likelihoods import Gaussian, StudentT
+from plausible.core.memory import available
+from plausible.core.model import Model
+from plausible.core.networks import choose_device
+from plausible.core.priors import Default
+from plausible.methods.automatic.auto import Auto, problem_of
+from plausible.methods.automatic.rule import Candidate, Problem
 
 LEVEL = 0.9
 
 
 @dataclass(frozen=True)
-class FitOptions:
+class FitOptions(TableOptions):
     """Everything `plausible fit` was asked for."""
 
-    data: Path
-    targets: Sequence[str]
-    out: Path
-    method: str
-    task: str
-    likelihood: str
-    prior_scale: float
-    hidden: tuple[int, ...]
-    activation: str
-    epochs: int | None
-    batch_size: int | None
-    lr: float | None
-    extras: Sequence[str] | None
-    seed: int
-    device: str
-    compile: str
-    checkpoint: bool
-    resume: bool
-    test_fraction: float
-    missing: str
-    drop_columns: tuple[str, ...]
-    categorical: tuple[str, ...]
-    overwrite: bool
-    quiet: bool
-    debug: bool
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Training and held-out rows, ready for the network."""
-
-    preprocessor: Preprocessor
-    target: Response
-    train: Table
-    test: Table
-    inputs: tuple[np.ndarray, np.ndarray]
-    notes: tuple[str, ...]
+    out: Path = Path("run")
+    method: str = "auto"
+    time: str | None = None
+    prior_scale: float | None = None
+    hidden: tuple[int, ...] = (50, 50)
+    activation: str = "relu"
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    extras: Sequence[str] | None = None
+    device: str = "auto"
+    compile: str = "auto"
+    checkpoint: bool = True
+    resume: bool = False
+    overwrite: bool = False
+    quiet: bool = False
+    debug: bool = False
 
 
 def say(options: FitOptions, *lines: str) -> None:
     for line in () if options.quiet else lines:
         note(line)
-
-
-def select(table: Table, options: FitOptions, notes: list[str]) -> tuple[Table, list[str]]:
-    """The table without dropped and saved-index columns, and the names of its inputs."""
-    named = {"--target": options.targets, "--drop-columns": options.drop_columns, "--categorical": options.categorical}
-    for option, names in named.items():
-        for name in names:
-            try:
-                table[name]
-            except ValueError as error:
-                raise ValueError(f"{option}: {error}") from None
-            if option == "--target" and name in options.drop_columns:
-                raise ValueError(f"{name!r} is both --target and in --drop-columns")
-    table = table.without(options.drop_columns)
-    for name, column in list(table.columns.items()):
-        if name.startswith("unnamed ") and (column.kind == "empty" or column.counts_up):
-            what = "is empty" if column.kind == "empty" else "counts the rows"
-            notes.append(f"column {name.removeprefix('unnamed ')} has no name and {what}: left out")
-            table = table.without([name])
-        elif column.counts_up and table.rows >= ID_ROWS:
-            notes.append(f"column {name!r} counts the rows; if it means nothing, add --drop-columns {name!r}")
-    return table, [name for name in table.columns if name not in options.targets]
-
-
-def usable(table: Table, inputs: Sequence[str], options: FitOptions, notes: list[str]) -> Table:
-    """The rows that can be learnt from, by the rule for missing values; a missing target is never filled in."""
-    if options.missing == "refuse":
-        refuse_gaps(table, [*options.targets, *inputs], "add --missing impute (median or a category) or --missing drop")
-        return table
-    needed = [*options.targets, *inputs] if options.missing == "drop" else list(options.targets)
-    kept = complete(table, needed)
-    lost = int((~kept).sum())
-    if lost == table.rows:
-        counts = listed([f"{name} ({count})" for name, count in table.gaps(needed).items()], 12)
-        raise ValueError(f"every row has missing values: {counts} of {table.rows}; try --drop-columns or --missing impute")
-    if lost:
-        notes.append(f"{lost} of {table.rows} rows left out: missing {'values' if options.missing == 'drop' else 'targets'}")
-    return table.take(kept) if lost else table
-
-
-def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seeded training and held-out row indices, each in the order of the file."""
-    held = round(rows * fraction) if fraction == 0 else max(1, round(rows * fraction))
-    if rows - held < 2:
-        raise ValueError(f"{rows} rows leave {max(0, rows - held)} to train on after --test-fraction {fraction}; 2 are needed")
-    order = np.random.default_rng(seed).permutation(rows)
-    return np.sort(order[held:]), np.sort(order[:held])
-
-
-def prepare(options: FitOptions) -> Prepared:
-    """Read the file, decide what each column is, split the rows, and fit the preprocessing on the training rows."""
-    notes: list[str] = []
-    table, inputs = select(read_table(options.data), options, notes)
-    if not inputs:
-        raise ValueError(f"{options.data} has no input columns besides the target")
-    table = usable(table, inputs, options, notes)
-    target, lines = decide(table, options.targets, options.task, options.likelihood)
-    train, test = map(table.take, split(table.rows, options.test_fraction, options.seed))
-    # What is text in the whole table is text in the training rows, even where those happen to look like numbers.
-    words = {name for name in inputs if table[name].kind == "text"} | set(options.categorical)
-    preprocessor = Preprocessor.fit(train, inputs, missing=options.missing, categorical=words)
-    encoded, held = preprocessor.transform(train), preprocessor.transform(test)
-    notes += [*lines, *preprocessor.notes, *(f"held-out rows: {line}" for line in held.notes)]
-    return Prepared(preprocessor, standardised(target, train), train, test, (encoded.inputs, held.inputs), tuple(notes))
 
 
 def check(options: FitOptions) -> None:
@@ -145,18 +68,31 @@ def check(options: FitOptions) -> None:
         raise ValueError(f"--target names a column twice: {', '.join(options.targets)}")
     if not 0 <= options.test_fraction < 1:
         raise ValueError(f"--test-fraction must be at least 0 and below 1, got {options.test_fraction}")
-    if not 0 < options.prior_scale < float("inf"):
+    if options.prior_scale is not None and not 0 < options.prior_scale < float("inf"):
         raise ValueError(f"--prior-scale must be positive and finite, got {options.prior_scale}")
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
 
 
-def fit(options: FitOptions) -> tuple[runs.Record, dict[str, Any] | None]:
-    """Run the whole of `plausible fit`; returns the record and the held-out scores (None without held-out rows)."""
+def method_of(options: FitOptions) -> Any:
+    """The method with its settings; those of training belong to one that is named, a time to the one that chooses."""
+    common = {"epochs": options.epochs, "batch_size": options.batch_size, "lr": options.lr}
+    given = [f"--{name.replace('_', '-')}" for name, value in common.items() if value is not None]
+    if options.method == Auto.name and given:
+        raise ValueError(
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for a method that is named, such as --method ensemble; "
+            "auto chooses its own by --time"
+        )
+    if options.method != Auto.name and options.time is not None:
+        raise ValueError(f"--time is for --method auto, which chooses by it; {options.method} runs as long as its settings say")
+    return build(options.method, common | {"time": options.time}, options.extras or ())
+
+
+def fit(options: FitOptions) -> tuple[runs.Record, dict[str, Any] | None, Findings]:
+    """Run the whole of `plausible fit`; returns the record, the held-out scores (None without such rows), and what was found."""
     check(options)
     options = replace(options, out=options.out.resolve())
-    common = {"epochs": options.epochs, "batch_size": options.batch_size, "lr": options.lr}
-    method = build(options.method, common, options.extras or ())
+    method = method_of(options)
     runs.prepare(options.out, overwrite=options.overwrite, resume=options.resume, inputs=options.data)
     data = prepare(options)
     say(options, *data.notes)
@@ -173,10 +109,12 @@ def fit(options: FitOptions) -> tuple[runs.Record, dict[str, Any] | None]:
         version=plausible.__version__,
     )
     layers = "-".join(map(str, record.layers))
-    about = f"{record.target.task} of {', '.join(record.target.names)} ({record.target.likelihood}) by {record.method}"
+    law = "" if _open(options, data) else f" ({record.target.likelihood})"
+    about = f"{record.target.task} of {', '.join(record.target.names)}{law} by {record.method}"
     rows = f"{data.train.rows} training rows, {data.test.rows} held out"
     say(options, f"{about}: {rows}, {layers} {record.activation} network")
     posterior = infer(record, data, method, options)
+    record = chosen(record, posterior)
     metrics: dict[str, Any] | None = None
     predictive: Predictive | None = None
     heldout: dict[str, list[Any]] = {}
@@ -187,8 +125,36 @@ def fit(options: FitOptions) -> tuple[runs.Record, dict[str, Any] | None]:
         heldout = prediction.held_out_columns(data.target, data.test, predictive, LEVEL)
     evidence = from_fit(record, posterior, data, predictive, metrics)
     runs.write(options.out, record, posterior, metrics, heldout, evidence)
-    say(options, *diagnosing.after_fit(evidence.diagnostics))
-    return record, metrics
+    return record, metrics, evidence
+
+
+def recommended(options: FitOptions, memory: str | None) -> tuple[Problem, list[Candidate]]:
+    """What the rule of `auto` looks at, and all methods that it knows, the one that it would take first."""
+    check(options)
+    auto = Auto(options.time, memory)
+    data = prepare(replace(options, test_fraction=0))
+    say(options, *data.notes)
+    network = mlp(len(data.preprocessor.features), options.hidden, data.target.outputs, options.activation)
+    x, y = torch.from_numpy(data.inputs[0]), torch.from_numpy(data.target.encode(data.train))
+    device = choose_device(network, options.device)
+    model = Model.build(network, data.target.make_likelihood(), Default(), Batch(x[:8], y[:8]), num_data=len(x), device=device)
+    problem = problem_of(model, as_data((x, y), dtype=torch.float32, device=device))
+    return problem, auto.candidates(problem, available(device))
+
+
+def _open(options: FitOptions, data: Prepared) -> bool:
+    """Whether the likelihood of numbers is left to the method that is chosen."""
+    return options.likelihood == "auto" and options.method == Auto.name and not data.target.classes
+
+
+def chosen(record: runs.Record, posterior: Posterior) -> runs.Record:
+    """The record with the method that was chosen and why, and with the likelihood that came with it."""
+    if "choice" not in posterior.run:
+        return record
+    law = {Gaussian: "gaussian", StudentT: "student-t"}.get(type(posterior.likelihood), record.target.likelihood)
+    settings = {**record.settings, "method": serialise.encode(posterior.method), "choice": posterior.run["choice"]}
+    target = replace(record.target, likelihood=law)
+    return replace(record, method=posterior.method.name, target=target, settings=settings)
 
 
 def infer(record: runs.Record, data: Prepared, method: Any, options: FitOptions) -> Posterior:
@@ -212,8 +178,8 @@ def infer(record: runs.Record, data: Prepared, method: Any, options: FitOptions)
                 network,
                 (torch.from_numpy(data.inputs[0]), torch.from_numpy(data.target.encode(data.train))),
                 method,
-                likelihood=data.target.make_likelihood(),
-                prior=plausible.priors.Gaussian(scale=options.prior_scale),
+                likelihood=None if _open(options, data) else data.target.make_likelihood(),
+                prior=None if options.prior_scale is None else plausible.priors.Gaussian(scale=options.prior_scale),
                 seed=options.seed,
                 device=options.device,
                 compile={"yes": True, "no": False}.get(options.compile, "auto"),  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from plausible.core.tables import rich_table
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
+    from plausible.apps.report.findings import Findings
+    from plausible.methods.automatic.rule import Candidate, Problem
 
 
 def console() -> Console:
@@ -47,19 +49,62 @@ def number(key: str, value: float) -> str:
     return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
-def scores(record: Record, metrics: Mapping[str, Any] | None) -> None:
+TONES = {"good": "✓", "bad": "▲", "unclear": "?", "plain": "•"}
+
+
+def verdicts(findings: Findings) -> None:
+    """What the report says in short: whether predictions can be taken at their word, and what to do where not."""
+    from plausible.apps.report.verdicts import diagnosis
+    from plausible.apps.report.verdicts import verdicts as judged
+
+    screen = console()
+    several = len(findings.outputs) > 1
+    said = [(f"{output.name}: " if several else "", verdict) for output in findings.outputs for verdict in judged(output)]
+    said += [("", verdict) for verdict in diagnosis(findings)]
+    for name, verdict in said:
+        advice = f" {verdict.advice}" if verdict.advice and verdict.tone in ("bad", "unclear") else ""
+        screen.print(f"{TONES[verdict.tone]} {name}{verdict.headline}{advice}", soft_wrap=not screen.is_terminal)
+
+
+def candidates(problem: Problem, found: Sequence[Candidate]) -> None:
+    """Methods in the order in which `auto` tries them; those that do not fit come last, with what is against them."""
+    from plausible.core.words import size
+    from plausible.methods.automatic.rule import duration
+
+    screen = console()
+    where = "on the GPU" if problem.gpu else f"on {plural(problem.threads, 'thread')}"
+    table = rich_table(
+        ("", "method", "time", "memory", "why"),
+        words=("", "method", "why"),
+        title=f"{plural(problem.rows, 'row')}, {plural(problem.weights, 'weight')}, {where}",
+    )
+    for index, one in enumerate(found, start=1):
+        why = f"not: {one.against}" if one.against else one.reason
+        name = one.method.name + (" (last layer)" if getattr(one.method, "where", "all") == "last" else "")
+        table.add_row(str(index), name, f"about {duration(one.seconds)}", size(one.memory), why)
+    screen.print(table)
+    best = found[0]
+    if best.against:
+        screen.print("Nothing fits: give more time or memory, or a smaller network (--hidden).")
+        best = min(found, key=lambda one: one.seconds)
+    screen.print(f"plausible fit … --method auto takes {best.method.name}: {best.method!r}", soft_wrap=True)
+
+
+def scores(record: Record, metrics: Mapping[str, Any] | None, noun: str = "held-out row", *, aside: bool = False) -> None:
+    """The scores as a table; `aside` on standard error, where standard output has results."""
+    screen = Console(markup=False, highlight=False, emoji=False, stderr=aside)
     if metrics is None:
-        console().print("no held-out rows (--test-fraction 0), so no scores")
+        screen.print("no held-out rows (--test-fraction 0), so no scores")
         return
     names = list(metrics["targets"])
-    title = f"{plural(metrics['rows'], 'held-out row')}, {record.method}"
+    title = f"{plural(metrics['rows'], noun)}, {record.method}"
     table = rich_table(("score", *names), words=("score",), title=title)
     total = number("log_likelihood", metrics["log_likelihood"])
     words = label("log_likelihood") + (", all targets together" if len(names) > 1 else "")
     table.add_row(words, total, *[""] * (len(names) - 1))
     for key in metrics["targets"][names[0]]:
         table.add_row(label(key), *(number(key, metrics["targets"][name][key]) for name in names))
-    console().print(table)
+    screen.print(table)
 
 
 def run(folder: Path, record: Record) -> None:

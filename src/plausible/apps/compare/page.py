@@ -9,7 +9,7 @@ from typing import Any
 
 import plausible
 from plausible.apps.compare.study import Study
-from plausible.apps.compare.tables import HEADLINE, NAMES, SHOWN, Summary
+from plausible.apps.compare.tables import NAMES, Summary
 from plausible.apps.pages import Shown, render, shown
 
 
@@ -22,10 +22,13 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
         kind=study.kind,
         against=summary.against,
         ranked=summary.ranked,
-        rank_heads=[NAMES[name] for name in HEADLINE],
-        ranks=[(c.label, *(f"{summary.ranks[name][c.label]:.2f}" for name in HEADLINE)) for c in study.candidates if ranked],
-        heads=[*(NAMES[name] for name in SHOWN), "seconds", "MiB"],
-        shown=SHOWN,
+        rank_heads=[NAMES[name] for name in study.headline],
+        ranks=[
+            (c.label, *(f"{summary.ranks[name][c.label]:.2f}" for name in study.headline)) for c in study.candidates if ranked
+        ],
+        heads=[*(NAMES[name] for name in study.shown), "seconds", "MiB"],
+        shown=study.shown,
+        notes=() if study.own is None else study.own.notes,
         sections=[_section(study, summary, dataset, published) for dataset in study.datasets],
         methods=[(candidate.label, json.dumps(_settings(candidate.plain()))) for candidate in study.candidates],
         made=f"plausible {plausible.__version__}, seed {study.seed}",
@@ -34,14 +37,14 @@ def write(path: Path, study: Study, summary: Summary, *, published: bool = True)
 
 
 def _section(study: Study, summary: Summary, dataset: str, published: bool) -> dict[str, Any]:
-    rows = [row for row in summary.rows if row.dataset == dataset]
+    rows = summary.ranked_rows(dataset) if study.own else [row for row in summary.rows if row.dataset == dataset]
     theirs = study.published.get(dataset, {}) if published and study.kind == "random" else {}
     dots = [(row.label, *row.metrics["log_likelihood"][:2], False) for row in rows if row.metrics]
     dots += [(name, *result["log_likelihood"], True) for name, result in theirs.items() if "log_likelihood" in result]
     points = [(name, at, 0.0 if math.isnan(error) else error, old) for name, at, error, old in dots if math.isfinite(at)]
     return {
         "name": dataset,
-        "splits": max((row.metrics["rmse"].splits for row in rows if row.metrics), default=0),
+        "splits": max((row.splits for row in rows), default=0),
         "rows": rows,
         "published": theirs,
         "failures": [(row.label, text) for row in rows for text in row.failures],

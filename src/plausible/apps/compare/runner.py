@@ -12,13 +12,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from plausible.apps.compare.study import Cell, Study
-from plausible.apps.compare.tables import SHOWN
 from plausible.core.storage import write_atomically
 from plausible.core.words import log
 
@@ -54,14 +53,14 @@ def stored(study: Study, folder: Path, cell: Cell) -> dict[str, Any] | None:
         result = json.loads(_file(folder, cell).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(result, dict) and ("error" in result or _whole(result))
+    whole = isinstance(result, dict) and ("error" in result or _whole(result, study.shown))
     return result if whole and result.get("fingerprint") == study.fingerprint(cell) else None
 
 
-def _whole(result: dict[str, Any]) -> bool:
+def _whole(result: dict[str, Any], shown: Sequence[str]) -> bool:
     try:
         numbers = [*result["metrics"].values(), *result["seconds"].values(), result["train_rows"], result["test_rows"]]
-        return all(name in result["metrics"] for name in SHOWN) and bool([float(number) for number in numbers])
+        return all(name in result["metrics"] for name in shown) and bool([float(number) for number in numbers])
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 

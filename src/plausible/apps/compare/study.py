@@ -11,11 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plausible.apps.tables import listed, nearest
 
-LIKELIHOODS = ("gaussian", "heteroscedastic", "student-t")
+if TYPE_CHECKING:
+    from plausible.apps.compare.own import OwnTable
+
+LIKELIHOODS = ("gaussian", "heteroscedastic", "student-t", "auto")
+HEADLINE = {False: ("log_likelihood", "rmse", "crps"), True: ("log_likelihood", "accuracy", "brier")}
+SHOWN = {False: (*HEADLINE[False], "coverage_90", "quantile_calibration"), True: (*HEADLINE[True], "ece")}
+"""What methods are ranked by, and what is shown of them, for numbers and for classes."""
 ACTIVATIONS = ("relu", "tanh", "silu", "gelu")
 KEYS = ("title", "datasets", "splits", "kind", "seed", "reference", "methods", "published")
 MODEL_KEYS = ("method", "likelihood", "prior_scale", "hidden", "activation", "grid", "validation")
@@ -33,7 +39,7 @@ class Candidate:
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     likelihood: str = "gaussian"
-    prior_scale: float = 1.0
+    prior_scale: float | None = 1.0
     hidden: tuple[int, ...] | None = None
     activation: str = "relu"
     grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -50,6 +56,9 @@ class Candidate:
         return replace(self, settings=settings, grid={}, **model)
 
     def build(self) -> Any:
+        """The method; None for the baseline that looks at no inputs."""
+        if self.method == "constant":
+            return None
         from plausible.apps.assembling import assemble
         from plausible.core import serialise
 
@@ -86,6 +95,7 @@ class Cell(NamedTuple):
 class Study:
     """A comparison: candidates × data sets × splits. `splits` None means all that were published; `kind` "random" or "gap".
 
+    `own` is a table of the user's in the place of published sets, with `kind` "folds".
     `published`: data set → source → metric → result, to be shown beside ours where the splits are the random ones.
     """
 
@@ -97,17 +107,18 @@ class Study:
     title: str = "Comparison"
     reference: str | None = None
     published: Mapping[str, Mapping[str, Mapping[str, Published]]] = field(default_factory=dict)
+    own: OwnTable | None = None
 
     def __post_init__(self) -> None:
         from plausible.apps.datasets.catalogue import UCI
 
-        known = [entry.name for entry in UCI]
+        known = [entry.name for entry in UCI] if self.own is None else list(self.datasets)
         _need(bool(self.datasets), "datasets: at least one is needed")
         _need(bool(self.candidates), "methods: at least one is needed")
         for name in self.datasets:
             _need(name in known, f"datasets: {name!r} is not a UCI set{nearest(name, known)}; known: {listed(known, 20)}")
         _need(len(set(self.datasets)) == len(self.datasets), "datasets: one is named twice")
-        _need(self.kind in ("random", "gap"), f"kind must be 'random' or 'gap', got {self.kind!r}")
+        _need(self.own or self.kind in ("random", "gap"), f"kind must be 'random' or 'gap', got {self.kind!r}")
         labels = [candidate.label for candidate in self.candidates]
         _need(len(set(labels)) == len(labels), "methods: two have the same label")
         _need(isinstance(self.title, str), f"title must be text, got {self.title!r}")
@@ -116,6 +127,15 @@ class Study:
             _need(self.reference in labels, f"reference: no method is called {self.reference!r}; there are {listed(labels)}")
         for candidate in self.candidates:
             _check(candidate)
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """The scores that methods are ranked by."""
+        return HEADLINE[self.own is not None and self.own.classes]
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return SHOWN[self.own is not None and self.own.classes]
 
     @property
     def against(self) -> str:
@@ -127,19 +147,27 @@ class Study:
 
     def cells(self) -> Iterator[Cell]:
         """All fits, split by split, so that an interrupted study has compared everything on some splits."""
-        from plausible.apps import datasets
-
-        tables = {name: datasets.uci(name) for name in self.datasets}
-        sizes = {name: len(table.splits if self.kind == "random" else table.gap_splits) for name, table in tables.items()}
+        sizes = self._sizes()
         numbers = range(max(sizes.values()))
         wanted = range(self.splits) if isinstance(self.splits, int) else numbers if self.splits is None else self.splits
         for split, name, candidate in itertools.product(numbers, self.datasets, self.candidates):
             if split < sizes[name] and split in wanted:
                 yield Cell(name, split, candidate.label)
 
+    def _sizes(self) -> dict[str, int]:
+        """How many splits there are of each data set; of an own table as many as are asked for."""
+        if self.own is not None:
+            wanted = self.splits if isinstance(self.splits, int) else max(self.splits or (0,)) + 1
+            return dict.fromkeys(self.datasets, wanted)
+        from plausible.apps import datasets
+
+        tables = {name: datasets.uci(name) for name in self.datasets}
+        return {name: len(table.splits if self.kind == "random" else table.gap_splits) for name, table in tables.items()}
+
     def fingerprint(self, cell: Cell) -> str:
         """What a cell's result depends on; a stored result with another one is computed again."""
-        text = json.dumps([cell.dataset, cell.split, self.kind, self.seed, self.candidate(cell.label).plain()], sort_keys=True)
+        depends = [cell.dataset, cell.split, self.kind, self.seed, self.candidate(cell.label).plain()]
+        text = json.dumps([*depends, *([] if self.own is None else [self.own.plain()])], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def plain(self) -> dict[str, Any]:
@@ -150,6 +178,7 @@ class Study:
             "seed": self.seed,
             "splits": list(self.splits) if isinstance(self.splits, tuple) else self.splits,
             "reference": self.reference,
+            **({} if self.own is None else {"table": self.own.plain()}),
             "methods": {c.label: c.plain() for c in self.candidates},
         }
 
@@ -241,7 +270,7 @@ def _check(candidate: Candidate) -> None:
     for changes in candidate.variants():
         variant = candidate.with_(changes)
         scale = variant.prior_scale
-        usable = isinstance(scale, int | float) and not isinstance(scale, bool) and 1e-30 < scale < 1e30
+        usable = scale is None or (isinstance(scale, int | float) and not isinstance(scale, bool) and 1e-30 < scale < 1e30)
         _need(usable, f"{where}.prior_scale must be a positive number of a size that floats can square, got {scale!r}")
         for name, known in (("likelihood", LIKELIHOODS), ("activation", ACTIVATIONS)):
             value = getattr(variant, name)

@@ -19,15 +19,16 @@ import scipy.special
 from plausible.apps.compare.study import Cell, Study
 from plausible.core.tables import Table, Tabular, data_frame
 
-HIGHER_IS_BETTER = ("log_likelihood",)
-HEADLINE = ("log_likelihood", "rmse", "crps")
-SHOWN = (*HEADLINE, "coverage_90", "quantile_calibration")
+HIGHER_IS_BETTER = ("log_likelihood", "accuracy")
 NAMES = {
     "log_likelihood": "log-likelihood",
     "rmse": "RMSE",
     "crps": "CRPS",
     "coverage_90": "inside 90 %",
     "quantile_calibration": "calibration error",
+    "accuracy": "accuracy",
+    "brier": "Brier score",
+    "ece": "calibration error",
 }
 MARKS = {"better": "▲", "worse": "▼", "no difference": "=", "": ""}
 
@@ -41,14 +42,13 @@ class Mean(NamedTuple):
 
     def text(self, digits: int = 2) -> str:
         """`−2.41 ± 0.06`; as many digits as the error asks for, at least `digits`."""
-        if not self.splits:
-            return "–"
-        if not math.isfinite(self.value) or abs(self.value) >= 1e5:
-            return f"{self.value:.3g}".replace("-", "−")
-        if math.isfinite(self.error) and self.error > 0:
-            digits = max(digits, min(6, 1 - math.floor(math.log10(self.error)) if self.error < 0.1 else digits))
-        shown = f"{self.value:.{digits}f}".replace("-", "−")
-        return shown if math.isnan(self.error) else f"{shown} ± {self.error:.{digits}f}"
+        return "–" if not self.splits else _with_error(self.value, self.error, digits)
+
+    def short(self) -> str:
+        """`text`, but of values from a thousand on, `23,029 ± 1,302`: whatever unit a table is in."""
+        if not 1000 <= abs(self.value) < math.inf or not self.splits:
+            return self.text()
+        return f"{self.value:,.0f} ± {self.error:,.0f}".replace("-", "−").removesuffix(" ± nan")
 
 
 class Difference(NamedTuple):
@@ -58,6 +58,19 @@ class Difference(NamedTuple):
     error: float
     splits: int
     verdict: str  # "better", "worse", "no difference", or "" where there are too few splits
+
+    def text(self, digits: int = 2) -> str:
+        """`+0.12 ± 0.05`."""
+        return ("+" if self.value > 0 else "") + _with_error(self.value, self.error, digits)
+
+
+def _with_error(value: float, error: float, digits: int) -> str:
+    if not math.isfinite(value) or abs(value) >= 1e5:
+        return f"{value:.3g}".replace("-", "−")
+    if math.isfinite(error) and error > 0:
+        digits = max(digits, min(6, 1 - math.floor(math.log10(error)) if error < 0.1 else digits))
+    shown = f"{value:.{digits}f}".replace("-", "−")
+    return shown if math.isnan(error) else f"{shown} ± {error:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -92,21 +105,25 @@ class Summary(Tabular):
     ranked: int
     against: str
 
+    def ranked_rows(self, dataset: str) -> list[Row]:
+        """The rows of a data set by their mean log-likelihood, the best first; those without a result last."""
+        rows = [row for row in self.rows if row.dataset == dataset]
+        return sorted(rows, key=lambda row: -row.metrics["log_likelihood"].value if row.metrics else math.inf)
+
     def row(self, dataset: str, label: str) -> Row:
         return next(row for row in self.rows if (row.dataset, row.label) == (dataset, label))
 
     def as_table(self) -> Table:
         """Means with standard errors, a mark where the paired difference is real."""
+        shown = [name for name in NAMES if any(name in row.metrics for row in self.rows)] or ["log_likelihood"]
         rows = []
         for row in self.rows:
             marks = {name: f" {MARKS[difference.verdict]}" for name, difference in row.differences.items()}
-            cells = [row.metrics[name].text() + marks.get(name, "") if name in row.metrics else "–" for name in SHOWN]
+            cells = [row.metrics[name].text() + marks.get(name, "") if name in row.metrics else "–" for name in shown]
             rows.append((row.dataset, row.title, *cells, row.seconds))
-        best = sorted(self.ranks.get(HEADLINE[0], {}).items(), key=lambda item: item[1])
-        ranks = (
-            f"; mean ranks by {NAMES[HEADLINE[0]]}: " + ", ".join(f"{label} {rank:.2f}" for label, rank in best) if best else ""
-        )
-        heads = ("data set", "method", *(NAMES[name] for name in SHOWN), "seconds")
+        best = sorted(self.ranks.get("log_likelihood", {}).items(), key=lambda item: item[1])
+        ranks = "; mean ranks by log-likelihood: " + ", ".join(f"{label} {rank:.2f}" for label, rank in best) if best else ""
+        heads = ("data set", "method", *(NAMES[name] for name in shown), "seconds")
         note = f"▲ better, ▼ worse than {self.against}, = not to be told apart{ranks}"
         return Table(heads, rows, words=("data set", "method"), note=note)
 
@@ -174,7 +191,7 @@ def summarise(study: Study, results: Mapping[Cell, Mapping[str, Any]]) -> Summar
             failures = tuple(f"split {s}: {error}" for s, error in errors.items() if error is not None)
             ratio = statistics.fmean(r["test_rows"] / r["train_rows"] for r in ours.values()) if ours else 0.0
             differences = {}
-            for name in HEADLINE if theirs and label != study.against else ():
+            for name in study.headline if theirs and label != study.against else ():
                 if name in names:
                     a, b = ([float(side[s]["metrics"][name]) for s in theirs] for side in (ours, theirs))
                     differences[name] = difference(a, b, ratio, name in HIGHER_IS_BETTER)
@@ -195,7 +212,7 @@ def _ranks(study: Study, good: Mapping[Cell, Mapping[str, Any]]) -> tuple[dict[s
         if all(Cell(dataset, split, label) in good for label in labels):
             complete.setdefault(dataset, []).append(split)
     ranks: dict[str, dict[str, float]] = {}
-    for name in HEADLINE:
+    for name in study.headline:
         sign = -1 if name in HIGHER_IS_BETTER else 1
         totals: dict[str, list[float]] = {label: [] for label in labels}
         for dataset, splits in complete.items():

@@ -104,6 +104,7 @@ def collect(
         diagnostics=diagnostics,
         draws=draws,
         traces=traces,
+        trained=posterior.model.num_data,
     )
 
 

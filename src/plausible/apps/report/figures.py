@@ -14,7 +14,7 @@ from plausible.apps import plots
 from plausible.apps.pages import Shown, percent_axes, shown
 from plausible.apps.plots.chains import draw_convergence, draw_energies
 from plausible.apps.plots.heldout import draw_pit, draw_predictions, draw_quantiles, draw_risk, draw_uncertainties
-from plausible.apps.report.findings import Output
+from plausible.apps.report.findings import Effect, Output
 from plausible.apps.report.statistics import rank_shares, wilson
 from plausible.apps.report.words import label, number, percent, plural
 from plausible.blocks.chains import convergence as diagnostics
@@ -67,6 +67,116 @@ def reliability(output: Output, bins: int = 10) -> Shown:
         "little; bars are what the number of rows leaves open.",
         heads=("stated", "right", "90 % interval", "rows"),
         rows=points,
+    )
+
+
+def confusion(output: Output, most: int = 15) -> Shown | None:
+    """How often each class was taken for each; None where there are too many classes to read."""
+    count = len(output.classes)
+    if count > most:
+        return None
+    y, answers = output.arrays["y"], output.arrays["probs"].argmax(-1)
+    table = np.zeros((count, count), dtype=int)
+    np.add.at(table, (y, answers), 1)
+    shares = table / np.maximum(table.sum(1, keepdims=True), 1)
+    names = [_short(name, 14) for name in output.classes]
+
+    def draw(ax: Any) -> None:
+        from matplotlib.patches import Rectangle  # of an extra
+
+        # shares by opacity, which is right on light and on dark pages
+        for row, column in np.ndindex(count, count):
+            ink, share = "C0" if row == column else "C3", float(shares[row, column])
+            ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=ink, alpha=0.7 * share, linewidth=0))
+            if table[row, column]:
+                ax.text(column, row, f"{table[row, column]:,}", ha="center", va="center", fontsize=12 if count <= 8 else 9)
+        ax.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5), xlabel="predicted", ylabel="true", aspect="equal")
+        ax.set_xticks(range(count), names, rotation=0 if sum(map(len, names)) < 36 else 60)
+        ax.set_yticks(range(count), names)
+        ax.grid(False)
+
+    wrong = [
+        (int(table[a, b]), output.classes[a], output.classes[b]) for a, b in np.ndindex(count, count) if a != b and table[a, b]
+    ]
+    words = "; ".join(f"{n} of {a} taken for {b}" for n, a, b in sorted(wrong, reverse=True)[:6]) or "no answer was wrong"
+    return shown(
+        draw,
+        "Confusion",
+        f"confusion {output.name}",
+        f"Confusion matrix of {output.name}: {words}.",
+        "Held-out rows of each true class (one line) by the class that was predicted. Right answers stand on the diagonal.",
+        heads=("true", *output.classes),
+        rows=[(name, *(f"{n:,}" for n in row)) for name, row in zip(output.classes, table)],
+        size=(4.7, 4.2),
+    )
+
+
+def importance(effects: Sequence[Effect], unit: str, most: int = 20) -> Shown:
+    """Total effects of the columns as dots with bars over the draws, the largest on top."""
+    some = effects[:most]
+    low, mean, high = np.array([effect.arrays["importance"] for effect in some]).T
+
+    def draw(ax: Any) -> None:
+        places = np.arange(len(some))
+        ax.hlines(places, low, high, color="C0", linewidth=2)
+        ax.plot(mean, places, "o", color="C0", markersize=5)
+        ax.set_yticks(places, [_short(effect.name, 40) for effect in some])
+        ax.set(ylim=(len(some) - 0.5, -0.5), xlabel=f"total effect ({unit})")
+        ax.set_xlim(0, float(high.max()) * 1.05 or 1.0)
+
+    said = [(effect.name, number(m), f"{number(a)} to {number(b)}") for effect, a, m, b in zip(some, low, mean, high)]
+    words = "; ".join(f"{name} {value}" for name, value, _ in said[:8])
+    more = f" The first {most} of {len(effects)} columns." if len(effects) > most else ""
+    return shown(
+        draw,
+        "Importance of columns",
+        "importance",
+        f"Total effects: {words}.",
+        "How far predictions move, typically, when a training row gets the value of another in this column. Bars: nine tenths of "
+        f"the draws.{more}",
+        heads=("column", "total effect", "90 % of the draws"),
+        rows=said,
+        size=(7.5, 1.2 + 0.32 * len(some)),
+    )
+
+
+def effect(effect: Effect, names: Sequence[str], what: str, index: int) -> Shown:
+    """Partial dependence on one column: a line and a band for each of the names, or points with bars for categories."""
+    x, (low, mean, high) = effect.arrays["x"], effect.arrays["effect"]
+
+    def draw(ax: Any) -> None:
+        for k, name in enumerate(names):
+            label = name if len(names) > 1 else None
+            if effect.labels:
+                places = np.arange(len(x)) + 0.12 * (k - (len(names) - 1) / 2)
+                ax.vlines(places, low[k], high[k], color=f"C{k}", linewidth=2)
+                ax.plot(places, mean[k], "o", color=f"C{k}", markersize=5, label=label)
+            else:
+                ax.fill_between(x, low[k], high[k], color=f"C{k}", alpha=0.2, linewidth=0)
+                ax.plot(x, mean[k], color=f"C{k}", label=label)
+        if effect.labels:
+            upright = sum(map(len, effect.labels)) < 36
+            ax.set_xticks(np.arange(len(x)), [_short(label, 14) for label in effect.labels], rotation=0 if upright else 60)
+        else:
+            ax.plot(x, np.full(len(x), 0.02), "|", color="0.5", transform=ax.get_xaxis_transform(), markersize=8)
+        ax.set(xlabel=_short(effect.name), ylabel=_short(what))
+        if effect.kind == "date":
+            ax.ticklabel_format(axis="x", useOffset=False)
+        if len(names) > 1:
+            ax.legend()
+
+    ends = [effect.labels[k] if effect.labels else number(float(x[k])) for k in (0, -1)]
+    spoken = "; ".join(
+        f"{name} from {number(float(mean[k].min()))} to {number(float(mean[k].max()))}" for k, name in enumerate(names)
+    )
+    return shown(
+        draw,
+        effect.name,
+        f"effect {index}",
+        f"Partial dependence on {effect.name}, {ends[0]} to {ends[1]}: {spoken}.",
+        "The mean prediction for the training rows, were all of them to have this value. The band holds nine tenths of the draws."
+        if index == 0
+        else "",
     )
 
 
@@ -209,9 +319,39 @@ def uncertainties(output: Output, xlabel: str) -> Shown:
     )
 
 
-def training(history: Mapping[str, Sequence[float]], most: int = 6) -> list[Shown]:
+def against_validation(history: Mapping[str, Sequence[float]], trained: int) -> Shown:
+    """Log-likelihoods of a training row and of a row that training held out, over the epochs."""
+    fitted = np.asarray(history["log_likelihood"], dtype=np.float64) / trained
+    held = np.asarray(history["held_out_log_likelihood"], dtype=np.float64)
+    best = int(np.nanargmax(held))
+    late = np.concatenate([part[len(part) // 20 :] for part in (fitted, held)])  # a bad start would flatten the rest
+
+    def draw(ax: Any) -> None:
+        for values, name in ((fitted, "training rows"), (held, "rows held out while training")):
+            some = thin(len(values), 400)
+            ax.plot(some + 1, values[some], label=name)
+        ax.axvline(best + 1, color="0.5", linewidth=1)
+        ax.set(xlim=(1, len(held)), ylim=limits(late), xlabel="epoch", ylabel="log-likelihood per row")
+        ax.legend()
+
+    gap = number(float(fitted[best] - held[best]))
+    return shown(
+        draw,
+        "Training against validation",
+        "training validation",
+        f"Log-likelihood per row over {len(held)} epochs: at epoch {best + 1}, the best, {number(float(fitted[best]))} on training "
+        f"rows and {number(float(held[best]))} on rows held out while training.",
+        f"The best epoch for rows that training did not see is {best + 1} (grey), with {number(float(held[best]))} nats a row; "
+        f"training rows have {gap} more. A gap that widens is overfitting, which is why weights of the best epoch are kept.",
+    )
+
+
+def training(history: Mapping[str, Sequence[float]], trained: int | None = None, most: int = 6) -> list[Shown]:
     """A trace of each logged term over the epochs, or over the transitions of chains, warm-up among them."""
     figures = []
+    if trained and len(history.get("held_out_log_likelihood", ())) > 1 and len(history.get("log_likelihood", ())) > 1:
+        figures.append(against_validation(history, trained))
+        history = {name: values for name, values in history.items() if "log_likelihood" not in name}
     unit, mean = ("transition", "Mean over the chains") if "divergent" in history else ("epoch", "Mean of each epoch")
     for name, values in list(history.items())[:most]:
         array = np.asarray(values, dtype=np.float64)

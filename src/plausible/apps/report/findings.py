@@ -94,6 +94,20 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What a column does to the predictions: the 5 % quantile, the mean and the 95 % quantile over the draws.
+
+    kind: `number`, `date` (in years) or `category`, whose `labels` are its values.
+    arrays: `x` [G], `effect` [3, outputs, G], `importance` [3].
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class Findings:
     """Everything a report shows.
 
@@ -107,6 +121,8 @@ class Findings:
     diagnostics: that of the posterior, on function values.
     draws: how many draws predictions average; None where it is not known.
     traces: `values` [chains, draws, Q], function values at Q inputs, `rhat` and `ess` of each of R quantities [R].
+    effects: those of the columns of a table, the most important first.
+    trained: rows that the weights were trained on, to which `history` belongs; None where it is not known.
     """
 
     title: str
@@ -119,6 +135,8 @@ class Findings:
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
     draws: int | None = None
     traces: Mapping[str, np.ndarray] = field(default_factory=dict)
+    effects: tuple[Effect, ...] = ()
+    trained: int | None = None
 
     def write(self, folder: Path) -> None:
         """Write both files into a folder, the JSON last."""
@@ -131,10 +149,12 @@ class Findings:
         for index, output in enumerate(self.outputs):
             named |= {f"{index}/{name}": array for name, array in output.arrays.items()}
             named |= {f"{index}/band/{name}": array for name, array in output.band.items()}
+        named |= {f"effects/{k}/{name}": part for k, effect in enumerate(self.effects) for name, part in effect.arrays.items()}
         # The JSON is written last, with the checksum of the tensors: without it the folder has no findings.
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
         outputs = [{k: v for k, v in vars(output).items() if k not in ("arrays", "band")} for output in self.outputs]
         content = {"format": FORMAT} | {k: v for k, v in vars(self).items() if k != "traces"} | {"outputs": outputs}
+        content["effects"] = [{k: v for k, v in vars(effect).items() if k != "arrays"} for effect in self.effects]
         content["tensors_sha256"] = write_tensors(folder / TENSORS, tensors)
         write_json(folder / RECORD, plain(content))
 
@@ -164,7 +184,11 @@ class Findings:
                 )
                 output.check()
                 outputs.append(output)
-            total, draws = content["log_likelihood"], content["draws"]
+            effects = tuple(
+                Effect(str(e["name"]), str(e["kind"]), tuple(map(str, e["labels"])), _below(arrays, f"effects/{index}/"))
+                for index, e in enumerate(content.get("effects", ()))
+            )
+            total, draws, trained = content["log_likelihood"], content["draws"], content.get("trained")
             return cls(
                 title=str(content["title"]),
                 facts={str(k): str(v) for k, v in content["facts"].items()},
@@ -176,6 +200,8 @@ class Findings:
                 diagnostics=_numbers(content["diagnostics"]),
                 draws=None if draws is None else int(draws),
                 traces=_below(arrays, "traces/"),
+                effects=effects,
+                trained=None if trained is None else int(trained),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{where} is damaged: {error}") from error

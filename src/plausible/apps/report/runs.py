@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plausible.apps.dates import written
 from plausible.apps.report.findings import RECORD, Findings, Output
 from plausible.apps.report.words import number
-from plausible.apps.tables import Numeric, listed
+from plausible.apps.tables import Dates, Numeric, listed
 
 if TYPE_CHECKING:
     from plausible.apps.cli.runs import Record
-    from plausible.apps.cli.training import Prepared
+    from plausible.apps.preparing import Prepared
     from plausible.apps.tables import Table
     from plausible.posteriors.base import Posterior
     from plausible.posteriors.predictive import Predictive
@@ -41,11 +42,13 @@ def from_fit(
     import torch
 
     from plausible.apps.report.collecting import Axis, collect
+    from plausible.apps.report.effects import effects
 
     train, test = data.inputs
     about = described(record, data) | {"traced": torch.from_numpy(test if data.test.rows else train)}
+    done = effects(posterior, data)
     if predictive is None:
-        return collect(posterior, **about)
+        return replace(collect(posterior, **about), effects=done)
     column = record.preprocessor.columns[0]
     only = len(record.preprocessor.columns) == 1 and not record.target.classes
     if only and isinstance(column, Numeric) and not column.indicator:
@@ -56,7 +59,8 @@ def from_fit(
         units, shown, known = (column.mean + column.std * part for part in (grid, test[:, 0], seen))
         inputs = torch.from_numpy(grid[:, None].astype(np.float32))
         about["axis"] = Axis(units, inputs, shown, (known, record.target.observed(data.train)))
-    return collect(posterior, **about, **held_out(record, data.test, test, predictive, scores))
+    found = collect(posterior, **about, **held_out(record, data.test, test, predictive, scores))
+    return replace(found, effects=done)
 
 
 def held_out(
@@ -88,13 +92,17 @@ def described(record: Record, data: Prepared | None = None) -> dict[str, Any]:
         "method": record.method,
         "network": f"{layers} perceptron, {record.activation}",
         "likelihood": target.likelihood,
-        "prior": f"Gaussian(scale={settings.get('prior_scale', 1.0)})",
+        "prior": "Default()"
+        if settings.get("prior_scale", 1.0) is None
+        else f"Gaussian(scale={settings.get('prior_scale', 1.0)})",
         "training examples": f"{record.rows.get('train', 0):,}",
         "held-out examples": f"{record.rows.get('heldout', 0):,}",
         "seed": str(record.seed),
     }
     if data is not None:  # the posterior knows its method with all settings, its likelihood and its prior
         facts = {name: words for name, words in facts.items() if name not in ("method", "likelihood", "prior")}
+    if "choice" in settings:
+        facts["chosen because"] = str(settings["choice"]).partition(": ")[2]
     if "data" in settings:
         facts["data"] = str(settings["data"])
     rows = [(name, "target", _target_words(record, index, data)) for index, name in enumerate(target.names)]
@@ -102,6 +110,9 @@ def described(record: Record, data: Prepared | None = None) -> dict[str, Any]:
         if isinstance(column, Numeric):
             words = f"number, mean {number(column.mean)}, standard deviation {number(column.std)}"
             words += f", gaps filled by {number(column.fill)}" if column.indicator else ""
+        elif isinstance(column, Dates):
+            words = f"date, {written(column.first)} to {written(column.last)}"
+            words += f", gaps filled by {written(column.fill)}" if column.indicator else ""
         else:
             words = f"{len(column.levels)} categories: {listed(column.levels, 6)}"
         rows.append((column.name, "input", words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from plausible.apps.report.verdicts import Verdict, diagnosis, verdicts
 from plausible.apps.report.words import better, cell, label, number, percent, plural, score
 
 EXAMPLES = 6
+EFFECTS, LINES = 6, 6  # columns whose effect is drawn, and classes in one figure, at most
 _CELLS = 8  # columns of an example that are shown
 _DIAGNOSTICS = {
     "draws": "draws",
@@ -50,7 +52,10 @@ def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> 
         scores=scores(findings),
         calibration=calibration(findings),
         examples=examples(findings, images or {}),
-        training=figures.training(findings.history),
+        importance=figures.importance(findings.effects, _unit(findings)) if findings.effects else None,
+        effects=effects(findings),
+        numeric=any(output.numeric for output in findings.outputs),
+        training=figures.training(findings.history, findings.trained),
         diagnosis=about_fit,
         diagnostics=diagnostics(findings),
         chains=chains(findings.traces),
@@ -111,9 +116,36 @@ def calibration(findings: Findings) -> list[tuple[str, list[Shown]]]:
                 shown += [figures.band(output, xlabel), figures.uncertainties(output, xlabel)]
             shown += [figures.pit(output), figures.quantiles(output), figures.predictions(output)]
         else:
-            shown.append(figures.reliability(output))
+            shown += [figure for figure in (figures.confusion(output), figures.reliability(output)) if figure is not None]
         parts.append((_heading(findings, output), [*shown, figures.risk(output)]))
     return parts
+
+
+def _unit(findings: Findings) -> str:
+    output = findings.outputs[0] if findings.outputs else None
+    if output is None:
+        return "in the units of the target"
+    return f"in units of {output.name}" if output.numeric else "in probability"
+
+
+def effects(findings: Findings) -> list[Shown]:
+    """Partial dependence on the most important columns, a line for each target or class (of two classes the second)."""
+    outputs, chosen = findings.outputs, slice(None)
+    names = [output.name for output in outputs] or [name for name, role, _ in findings.data if role == "target"]
+    what = names[0] if len(names) == 1 else "prediction"
+    if outputs and outputs[0].classes and len(outputs) == 1:
+        names, what = list(outputs[0].classes), "probability"
+        if len(names) == 2:
+            names, what, chosen = names[1:], f"P({names[1]})", slice(-1, None)
+    elif outputs and outputs[0].classes:
+        what = "probability of the second class"
+    if not findings.effects or findings.effects[0].arrays["effect"][:, chosen].shape[1] != len(names):
+        return []  # classes whose names are not known, as nothing was held out
+    shown = []
+    for index, one in enumerate(findings.effects[:EFFECTS]):
+        arrays = {**one.arrays, "effect": one.arrays["effect"][:, chosen][:, :LINES]}
+        shown.append(figures.effect(replace(one, arrays=arrays), names[:LINES], what, index))
+    return shown
 
 
 def examples(findings: Findings, images: Mapping[int, np.ndarray]) -> list[tuple[str, list[dict[str, Any]]]]:

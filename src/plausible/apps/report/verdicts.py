@@ -283,7 +283,8 @@ def usefulness(output: Output) -> Verdict:
     if test.supported:
         wary = "Rows that are called certain err more: do not select by uncertainty."
         return Verdict("bad", f"Uncertainty points the wrong way {strength}.", compared, wary)
-    more = "Where errors are pure noise of one size this is as it should be; otherwise hold out more rows."
+    alike = "errors are pure noise of one size" if output.numeric else "all rows are equally hard to tell"
+    more = f"Where {alike} this is as it should be; otherwise hold out more rows."
     return Verdict("unclear", "It is not shown that uncertain predictions err more.", compared, more)
 
 
