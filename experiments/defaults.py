@@ -58,7 +58,19 @@ CLASSES = {
 }
 CHOSEN_ON = ("boston", "kin8nm", "wine", "yacht", "mcycle", "ozone", "diabetes", "few", "iris", "breast_cancer", "neal_classes")
 """The half on which defaults were decided; `few` are 54 rows of boston."""
-SLOW = ("nuts", "smc", "ais", "parallel-tempering", "mile", "flow", "multiplicative-flow", "full-rank", "vogn", "refined")
+SLOW = (
+    "nuts",
+    "chees",
+    "smc",
+    "ais",
+    "parallel-tempering",
+    "mile",
+    "flow",
+    "multiplicative-flow",
+    "full-rank",
+    "vogn",
+    "refined",
+)
 MAIN = ("auto", "map", "ensemble", "laplace", "mean-field", "ivon", "sgld")
 LEVEL = 0.9
 

@@ -23,7 +23,7 @@ from plausible.core.weights import num_elements, select
 from plausible.engine.method import Method, Stage, Traits
 from plausible.methods.automatic import rule
 from plausible.methods.automatic.rule import Candidate, Problem
-from plausible.methods.chains.hmc import HMC
+from plausible.methods.chains.base import Adapting
 from plausible.methods.laplace.laplace import Laplace
 
 MARGIN = 0.8
@@ -83,7 +83,7 @@ class Auto(Method):
         if likelihood is None and model.likelihood.kind == "continuous":
             chosen = default_likelihood(best.method, model)
         if prior is None:
-            prior = neal() if isinstance(best.method, HMC) else Default()
+            prior = neal() if isinstance(best.method, Adapting) else Default()
         return Choice(best.method, chosen, prior, reason)
 
     def stages(self) -> Sequence[Stage]:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from plausible.core.words import plural
 from plausible.engine.method import Method
+from plausible.methods.chains.base import Adapting
 from plausible.methods.chains.hmc import HMC
+from plausible.methods.chains.nuts import NUTS
 from plausible.methods.ensembles.ensemble import Ensemble
 from plausible.methods.laplace.laplace import Laplace
 from plausible.methods.natural.ivon import IVON
@@ -30,6 +32,7 @@ STEP, GPU_STEP = 4e-4, 1.5e-4  # what a training step costs beside its arithmeti
 CHAINS = 4
 LARGEST = 20_000  # weights that chains are asked to explore
 FEWEST, MOST = 300, 1500  # transitions of each chain
+TREE = 256  # gradients of a transition whose length is found: between 100 and 500 on small tables
 SHORTEST, LONGEST = 12, 50  # leapfrogs of a transition
 PER_CHAIN = 250  # draws that are kept of each chain
 EPOCHS, STEPS, LEAST_EPOCHS = 200, 2000, 5
@@ -93,13 +96,19 @@ def _within(one: Candidate, seconds: float, memory: float) -> Candidate:
 
 
 def chains(problem: Problem, budget: float) -> Candidate:
-    """Hamiltonian Monte Carlo over all data: as many transitions as fit, and none where these would be too few."""
+    """Markov chains over all data: NUTS where its long trajectories fit, else as many shorter ones as do, and none if too few."""
     if problem.perceptron and not problem.gpu:
         # one thread for each chain
         each = (NATIVE * problem.rows * problem.products + 4e-6) * CHAINS / min(CHAINS, max(1, problem.threads))
     else:
         each = (GPU_CALL if problem.gpu else CALL) + CHAINS * problem.rows * problem.arithmetic
     gradients = budget / each
+    if gradients >= MOST * TREE:
+        # a depth that cannot take much longer than was said
+        depth = 10 if gradients >= MOST * 1024 else 9
+        half = MOST // 2
+        free: Adapting = NUTS(draws=PER_CHAIN, warmup=half, chains=CHAINS, thin=half // PER_CHAIN, max_depth=depth)
+        return _over_all_data(problem, free, MOST * TREE * each)
     # long trajectories are what a transition is worth; only where time is short are both cut
     leapfrogs = int(min(LONGEST, max(SHORTEST, gradients / FEWEST)))
     transitions = int(min(MOST, gradients / leapfrogs))
@@ -107,17 +116,20 @@ def chains(problem: Problem, budget: float) -> Candidate:
     thin = max(1, draws // PER_CHAIN)
     method = HMC(draws=max(1, draws // thin), warmup=max(1, transitions - draws), chains=CHAINS, leapfrogs=leapfrogs, thin=thin)
     needed = max(transitions, FEWEST) * leapfrogs * each
+    few = f"chains of {FEWEST} short transitions would take about {duration(needed)}" if transitions < FEWEST else ""
+    return _over_all_data(problem, method, needed, few)
+
+
+def _over_all_data(problem: Problem, method: Adapting, seconds: float, against: str = "") -> Candidate:
+    """Chains as a candidate, with what else may be against them."""
     reason = f"{plural(problem.rows, 'row')} and {plural(problem.weights, 'weight')} are few enough for chains over all data"
-    against = ""
     if problem.moving:
         against = "batch norm has no meaning for chains, which never see a batch"
     elif not problem.resident:
         against = "chains need all data at once, and these come from a loader"
     elif problem.weights > LARGEST:
         against = f"chains would not get around among {problem.weights:,} weights"
-    elif transitions < FEWEST:
-        against = f"chains of {FEWEST} short transitions would take about {duration(needed)}"
-    return Candidate(method, needed, 12.0 * CHAINS * (problem.weights * PER_CHAIN + problem.rows * 64), reason, against)
+    return Candidate(method, seconds, 12.0 * CHAINS * (problem.weights * PER_CHAIN + problem.rows * 64), reason, against)
 
 
 def _training(problem: Problem, members: int, budget: float) -> tuple[int, float]:
@@ -132,7 +144,10 @@ def _training(problem: Problem, members: int, budget: float) -> tuple[int, float
 def _trained(epochs: int, problem: Problem) -> MAP:
     """A training that early stopping ends, in as many epochs at most."""
     wished = max(EPOCHS, -(-STEPS // -(-problem.rows // 128)))
-    return MAP() if epochs >= wished else MAP(epochs=epochs, patience=max(3, min(20, epochs // 3)))
+    if epochs >= wished:
+        return MAP()
+    # a loader has no rows that could be set aside
+    return MAP(epochs=epochs, patience=max(3, min(20, epochs // 3)) if problem.resident else None)
 
 
 def ensemble(problem: Problem, budget: float) -> Candidate:
@@ -165,7 +180,7 @@ def variational(problem: Problem, budget: float) -> Candidate:
 def quick(problem: Problem, budget: float) -> Candidate:  # noqa: ARG001
     """The least there is: a few epochs, and the last layer."""
     epochs, needed = _training(problem, 1, 0.0)
-    mode = MAP(epochs=epochs, patience=3) if problem.fresh else None
+    mode = MAP(epochs=epochs, patience=3 if problem.resident else None) if problem.fresh else None
     return Candidate(
         Laplace(where="last", mode=mode), needed if problem.fresh else 0.0, 20.0 * problem.weights, "the least that there is"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,9 @@ from plausible.core.priors.earlier import earlier_posterior
 from plausible.core.special import flushed, widest
 from plausible.core.weights import Weights
 from plausible.core.words import log
+from plausible.posteriors import doubts
 from plausible.posteriors.linearised import CurvedGaussian, LaplacePosterior, centre, gaussian_rule, rule_centre
+from plausible.posteriors.verdicts import Verdict
 
 if TYPE_CHECKING:
     from plausible.methods.laplace.laplace import Laplace
@@ -169,14 +170,12 @@ class Mode:
     def warn(self) -> None:
         """Warn where these weights are far from a mode."""
         if self.report["distance"] > FAR:
-            warnings.warn(
-                f"the network is not at a mode of this posterior: the gradient of the log joint has norm "
-                f"{self.report['gradient_norm']:.3g}, and weights are about {self.report['distance']:.2g} posterior standard "
-                "deviations away on average. The Gaussian is centred at the wrong place and the evidence is off; train longer, or "
-                "use the prior (weight decay) that the network was trained with",
-                UserWarning,
-                stacklevel=3,
-            )
+            norm, away = self.report["gradient_norm"], self.report["distance"]
+            headline = "The network is not at a mode of this posterior: the gradient of the log joint has norm "
+            headline += f"{norm:.3g}, and weights are about {away:.2g} posterior standard deviations away on average."
+            why = "The Gaussian is centred at the wrong place and the evidence is off."
+            what = "Train longer, or use the prior (weight decay) that the network was trained with."
+            doubts.warn([Verdict("unclear", headline, why, what)])
 
     def evidence(self) -> Evidence | None:
         """Log p(D), taken apart; None for tempered models."""
