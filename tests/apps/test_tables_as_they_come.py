@@ -393,9 +393,9 @@ def test_recommend_lists_the_candidates_of_the_rule(chosen):
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()[:1].isdigit() and "row" not in line.split()[1]]
     names = [line[1] for line in lines if line[0] in "12345"]
-    assert names == ["hmc", "ensemble", "laplace", "ivon", "laplace"]
+    assert names == ["nuts", "ensemble", "laplace", "ivon", "laplace"]
     assert "60 rows and" in result.stdout
-    assert "--method auto takes hmc: HMC(draws=" in result.stdout
+    assert "--method auto takes nuts: NUTS(draws=" in result.stdout
     tight = plausible("recommend", data, "-t", "y", "--time", "60s", "--memory", "100", "--hidden", 5)
     assert "Nothing fits" in tight.stdout
     assert "time must be" in plausible("recommend", data, "-t", "y", "--time", "soon").stderr
