@@ -128,7 +128,9 @@ def test_doubts_are_saved_and_estimators_warn_their_caller(tmp_path: Path) -> No
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     x, y = wave()
     with pytest.warns(pl.FitWarning, match="worse than the mean and scatter") as caught:
-        estimator = pl.BayesianRegressor(method=pl.MAP(epochs=1, lr=1e-6, patience=None)).fit(x.numpy(), y[:, 0].numpy())
+        estimator = pl.BayesianRegressor(pl.MAP(epochs=1, lr=1e-6, patience=None), random_state=0).fit(
+            x.numpy(), y[:, 0].numpy()
+        )
     assert caught[0].filename == __file__
     estimator.posterior_.save(tmp_path / "run")
     again = pl.load(
