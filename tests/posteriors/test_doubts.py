@@ -127,10 +127,9 @@ def test_the_constant_prediction() -> None:
 def test_doubts_are_saved_and_estimators_warn_their_caller(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     x, y = wave()
+    still, sharp = pl.MAP(epochs=1, lr=1e-6, patience=None), pl.likelihoods.Gaussian(scale=0.1)
     with pytest.warns(pl.FitWarning, match="worse than the mean and scatter") as caught:
-        estimator = pl.BayesianRegressor(pl.MAP(epochs=1, lr=1e-6, patience=None), random_state=0).fit(
-            x.numpy(), y[:, 0].numpy()
-        )
+        estimator = pl.BayesianRegressor(still, likelihood=sharp, random_state=0).fit(x.numpy(), y[:, 0].numpy())
     assert caught[0].filename == __file__
     estimator.posterior_.save(tmp_path / "run")
     again = pl.load(
