@@ -77,6 +77,21 @@ def test_a_noise_that_shrinks_to_nothing_where_no_rows_are_set_aside() -> None:
     assert "patience" in text
 
 
+def test_members_whose_noise_shrinks_are_no_better_for_being_several() -> None:
+    data = torch.randn(16, 3), torch.randn(16, 1)
+    method = pl.Ensemble(pl.MAP(epochs=4000, lr=0.02, patience=None), 2)
+    (text,) = said(net(3), data, method, prior=pl.priors.Gaussian(scale=5.0))
+    assert text.startswith("The noise has shrunk to ")
+
+
+def test_targets_that_do_not_differ_or_whose_digits_were_lost() -> None:
+    x, y = wave()
+    for targets in (torch.ones(100, 1), y + 1e8):
+        texts = said(net(), (x, targets), pl.MAP(epochs=5))
+        assert texts[0].startswith("The targets hardly differ")
+    assert said(net(), (x, y.double() + 1e8), pl.MAP()) == []
+
+
 def test_a_fit_that_is_worse_than_the_mean_of_the_targets() -> None:
     (text,) = said(net(), wave(), pl.MAP(epochs=1, lr=1e-6, patience=None))
     assert text.startswith("MAP predicts its own rows ")
@@ -99,11 +114,12 @@ KNOWN = Facts("MAP", rows=100, weights=50, seen=-1.0, constant=-1.4, unseen=-1.1
     [
         ({}, ""),
         ({"unseen": -1.5}, "rows that were set aside 0.1 nats worse"),
+        ({"unseen": -1.5, "error": 0.1}, ""),  # few rows
         ({"unseen": -2.3, "constant": None}, "Rows that were set aside are predicted 1.3 nats worse than those of the fit"),
         ({"errors": 3.5}, "The noise has collapsed: errors on rows that were set aside are 3.5 times as large"),
-        ({"errors": None, "point": True, "noise": 0.01}, ""),
+        ({"errors": None, "trained": True, "noise": 0.01}, ""),
         (
-            {"errors": None, "point": True, "noise": 0.01, "weights": 200},
+            {"errors": None, "trained": True, "noise": 0.01, "weights": 200},
             "shrunk to 1.0\u00a0% of the targets' standard deviation",
         ),
         ({"rhat": 1.09}, ""),

@@ -63,7 +63,10 @@ class Facts:
     """Standard deviation of the noise, in those of the targets."""
     errors: float | None = None
     """Root mean square error of rows that were set aside, in standard deviations of the noise."""
-    point: bool = False
+    error: float = 0.0
+    """Standard error of `unseen`."""
+    trained: bool = False
+    """Whether weights were trained: a noise that chains have found is one of many, and not the end of a path."""
     bound: bool = False
     rhat: float | None = None
 
@@ -80,12 +83,18 @@ def before(model: Model, data: Data, *, fresh: bool) -> list[Verdict]:
                 "Leave the softmax out, or fit with output=torch.log.",
             )
         )
-    if (
-        model.likelihood.kind == "continuous"
-        and isinstance(data, ArrayData)
-        and fresh
-        and not isinstance(model.likelihood, Scaled)
-    ):
+    if model.likelihood.kind != "continuous" or not isinstance(data, ArrayData):
+        return found
+    if data.num_data > 1 and not _distinct(data.batch.y):
+        found.append(
+            Verdict(
+                "bad",
+                "The targets hardly differ: their standard deviation is within the rounding of their type.",
+                "There is nothing to learn, or what there was is lost.",
+                "Pass them in float64, or take their mean off.",
+            )
+        )
+    elif fresh and not isinstance(model.likelihood, Scaled):
         mean, std = float(data.batch.y.double().mean()), float(data.batch.y.double().std(correction=0))
         if abs(mean) > OFF * max(1.0, std) or std > OFF:
             found.append(
@@ -97,6 +106,12 @@ def before(model: Model, data: Data, *, fresh: bool) -> list[Verdict]:
                 )
             )
     return found
+
+
+def _distinct(y: Tensor) -> bool:
+    """Whether targets differ by more than their type can resolve, of at least one output."""
+    flat = y.double().flatten(1) if y.ndim > 1 else y.double()[:, None]
+    return bool((flat.std(0, correction=0) > 16 * torch.finfo(y.dtype).eps * flat.abs().amax(0)).any())
 
 
 def _squashed(model: Model, x: Any) -> bool:
@@ -137,7 +152,7 @@ def worse(known: Facts) -> Verdict | None:
     """No better than a prediction that ignores the inputs."""
     if known.constant is None:
         return None
-    if known.unseen is not None and known.unseen < known.constant - WORSE:
+    if known.unseen is not None and known.unseen < known.constant - WORSE - 2 * known.error:
         behind, rows = known.constant - known.unseen, "rows that were set aside"
     elif known.seen < known.constant - WORSE:
         behind, rows = known.constant - known.seen, "its own rows"
@@ -165,7 +180,7 @@ def collapsed(known: Facts) -> Verdict | None:
             "Intervals are far too narrow.",
             advice,
         )
-    if known.errors is None and known.point and known.noise is not None and known.noise < NOTHING_LEFT:
+    if known.errors is None and known.trained and known.noise is not None and known.noise < NOTHING_LEFT:
         if known.weights < known.rows:
             return None
         return Verdict(
@@ -180,7 +195,7 @@ def collapsed(known: Facts) -> Verdict | None:
 
 def apart(known: Facts) -> Verdict | None:
     """Rows of the fit and rows that were set aside."""
-    if known.unseen is None or known.seen - known.unseen < APART:
+    if known.unseen is None or known.seen - known.unseen < APART + 2 * known.error:
         return None
     return Verdict(
         "unclear",
@@ -235,7 +250,8 @@ def facts(posterior: Posterior, data: ArrayData, held: ArrayData | None = None) 
         unseen=None if far is None else _density(posterior, far, draws),
         noise=noise,
         errors=errors,
-        point=posterior.num_draws(None) == 1,
+        error=0.0 if far is None else _error(posterior, far, draws),
+        trained=not posterior.method.traits.keeps_draws or posterior.num_draws(None) <= getattr(posterior, "chains", 1),
         bound="elbo" in posterior.history or "kl" in posterior.history,
         rhat=_rhat(posterior, near) if chains > 1 else None,
     )
@@ -264,6 +280,11 @@ def _predictive(posterior: Posterior, batch: Batch, draws: int) -> Predictive:
 
 def _density(posterior: Posterior, batch: Batch, draws: int) -> float:
     return float(_predictive(posterior, batch, draws).log_prob(batch.y).double().mean())
+
+
+def _error(posterior: Posterior, batch: Batch, draws: int) -> float:
+    logs = _predictive(posterior, batch, draws).log_prob(batch.y).double()
+    return float(logs.std()) / len(logs) ** 0.5
 
 
 def _rhat(posterior: Posterior, batch: Batch) -> float | None:

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from plausible.apps.compare.study import Cell, Study
 from plausible.core.storage import write_atomically
 from plausible.core.words import log
+from plausible.posteriors.doubts import FitWarning
 
 Told = Callable[[int, int, Cell, dict[str, Any]], None]
 
@@ -184,6 +186,7 @@ def _death(code: int | None) -> str:
 def _serve(connection: Connection, study: Study) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     logging.getLogger("plausible").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FitWarning)  # the scores say it
     from plausible.apps.compare import protocol
 
     protocol.warm_up()

@@ -153,10 +153,6 @@ class FanIn(Prior):
         return {name: value / math.sqrt(_fan_in(name, like[name])) for name, value in drawn.items()}
 
 
-def _nobodys(scale: float) -> Prior:
-    return Patterns((("likelihood.*", Gaussian()), ("*", Gaussian(scale=scale))))
-
-
 @register
 @dataclass(frozen=True, repr=False)
 class Default(FanIn):
@@ -167,16 +163,10 @@ class Default(FanIn):
     precisions are theirs to tune (`Laplace`), which those of a prior that somebody gave are not.
     """
 
-    prior: Prior = field(default_factory=lambda: _nobodys(2.0))
-
-    @classmethod
-    def narrow(cls) -> Default:
-        """With z ~ N(0, 1): where trainings begin that nothing stops early, and that the evidence widens later."""
-        return cls(_nobodys(1.0))
+    prior: Prior = field(default_factory=lambda: Patterns((("likelihood.*", Gaussian()), ("*", Gaussian(scale=2.0)))))
 
     def __repr__(self) -> str:
-        named = {Default().prior: "Default()", _nobodys(1.0): "Default.narrow()"}
-        return named.get(self.prior, f"Default({self.prior!r})")
+        return "Default()" if self == Default() else f"Default({self.prior!r})"
 
 
 class Leaf(NamedTuple):

@@ -49,7 +49,7 @@ class Laplace(Method):
     where: Any = "all"
     curvature: CurvatureName = "ggn"
     predictive: Literal["linearised", "probit", "bridge", "sampled"] = "linearised"
-    mode: Method | None = field(default_factory=lambda: MAP(patience=None))
+    mode: Method | None = field(default_factory=MAP)
     tune: Tune | Literal["auto"] | None = "auto"
     rounds: int = 3
     online: int = 0
@@ -109,8 +109,9 @@ class Laplace(Method):
         """Train, settle, add up the curvature; and as often as `rounds` say: tune, settle again, add up again."""
         stages: list[Stage] = [parts.Training(self), *self._settling(), *self._adding_up(0)]
         if self.tune is not None:  # given weights stay where they are
-            # where nothing is trained, tuning moves nothing but the prior, and once is enough
-            for turn in range(1, 1 + (self.rounds if self.mode is not None else 1)):
+            # where weights stay where they are, tuning moves nothing but the prior, and once is enough
+            moves = self.mode is not None and (self.online or not self.holdout(1000))
+            for turn in range(1, 1 + (self.rounds if moves else 1)):
                 trained = [parts.Online(self)] if self.online and self.mode is not None else []
                 stages += [parts.Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
         return tuple(stages)
@@ -140,12 +141,6 @@ class Laplace(Method):
         # fewer where a pass over the data takes long
         work = model.num_data * num_elements(model.initial)
         return 1000 if work < 10**6 else 100 if work < 10**8 else 20
-
-    def beginning(self, model: Model) -> Model:
-        """The model before anything is tuned; under a prior that will be, a narrow one, or the noise would collapse before."""
-        if self.mode is None or self.tune != "auto" or model.temperature != 1 or not isinstance(model.prior, Default):
-            return model
-        return model.with_settings(prior=Default.narrow())
 
     def tuning(self, model: Model, names: Sequence[str]) -> tuple[Tune | None, bool]:
         """How precisions are shared that are set by the evidence (None: they stay), and whether anything is set at all."""
@@ -203,5 +198,6 @@ class Laplace(Method):
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> LaplacePosterior:
         # of all rounds the one with the highest evidence
         best = parts.restored(self, model, run, parts.below(parts.BEST, fitted.left))
-        best.warn()
+        if run.held is None:  # early stopping ends before the mode
+            best.warn()
         return best.posterior(record_of(fitted))

@@ -90,7 +90,6 @@ class Training(Stage):
 
     def prepare(self, model: Model, run: Run[Any]) -> Any:
         self.method.check(model, run.data)
-        model = self.method.beginning(model)
         return TrainingTask(model, None if self.method.mode is None else self.method.mode.prepare(model, run))
 
     def start(self, model: Model, run: Run[TrainingTask], key: Tensor) -> Any:
@@ -126,7 +125,7 @@ class AfterTraining(Stage):
     def model(self, model: Model, run: Run[Any]) -> Model:
         """The model under the precisions that were tuned so far."""
         tau = below(TAU, run.before)
-        return with_precision(model, tau, self.method.names(model, run.data)) if tau else self.method.beginning(model)
+        return with_precision(model, tau, self.method.names(model, run.data)) if tau else model
 
     def weights(self, model: Model, run: Run[Any]) -> Weights:
         """All weights and buffers, as the stage before left them."""
@@ -367,7 +366,7 @@ def restored(method: Laplace, model: Model, run: Run[Any], tensors: Mapping[str,
     """The mode that `AddingUp` left, under the prior that it was found with."""
     names = method.names(model, run.data)
     tau = {n.removeprefix("tau."): v for n, v in tensors.items() if n.startswith("tau.")}
-    tuned = with_precision(model, tau, names) if tau else method.beginning(model)
+    tuned = with_precision(model, tau, names) if tau else model
     mode = {n: v for n, v in tensors.items() if not n.startswith("tau.")}
     return Mode.restored(method, tuned, run.data, names, mode)
 
