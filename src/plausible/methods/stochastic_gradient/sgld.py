@@ -50,7 +50,11 @@ class SGLD(StochasticGradientChain):
         """T·Λ⁻¹(I − εΛ/4)⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""
         mean, covariance = problem.posterior()
         precision = problem.precision()
-        assert not isinstance(self.lr, str), "only where the step is known"
-        step = float(as_schedule(self.lr)(torch.zeros(()), 1))
-        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - step / 4 * precision)
+        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - first_rate(self) / 4 * precision)
         return mean, self.temperature * covariance @ biased
+
+
+def first_rate(method: StochasticGradientChain) -> float:
+    """The step size of a chain whose step size is known, and constant."""
+    assert not isinstance(method.lr, str), "only where the step is known"
+    return float(as_schedule(method.lr)(torch.zeros(()), 1))
