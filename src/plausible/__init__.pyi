@@ -29,6 +29,7 @@ from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
 from plausible.methods.chains.chees import ChEES as ChEES
 from plausible.engine import Checkpoint as Checkpoint
+from plausible.methods.stochastic_gradient.cyclical import Cyclical as Cyclical
 from plausible.methods.variational.dvi import DVI as DVI
 from plausible.engine import DivergenceError as DivergenceError
 from plausible.methods.chains.elliptical_slice import EllipticalSlice as EllipticalSlice

@@ -183,5 +183,28 @@ class StochasticGradientChain(Method):
             lr = rate(self.lr, state.step, run.steps)  # type: ignore[arg-type]
         return lr if phase.share is None else hold(phase.share * lr), gradients
 
+    def constant_rate(self) -> float:
+        """The step size, where it is known and stays the same."""
+        assert not isinstance(self.lr, str), "only where the step is known"
+        return float(as_schedule(self.lr)(torch.zeros(()), 1))
+
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
         return DrawsPosterior.of(self, model, fitted)
+
+
+def rolled(
+    state: StochasticState,
+    joint: Joint,
+    noise: Weights,
+    lr: Tensor,
+    spread: Tensor,
+    velocity: Weights,
+    friction: float | Tensor,
+) -> tuple[Weights, Weights]:
+    """Weights and velocities after a step with friction: v' = (1 − friction)v + lr ∇ + spread ξ, θ' = θ + v'."""
+    weights, moved = {}, {}
+    for name, weight in state.weights.items():
+        v = (1 - friction) * velocity[name] + lr * joint.grads[name]
+        moved[name] = v + spread * noise[name] if name in noise else v
+        weights[name] = weight + moved[name]
+    return weights, moved

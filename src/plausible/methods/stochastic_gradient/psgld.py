@@ -15,7 +15,6 @@ from plausible.core.serialise import check_number, register
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, select, tree_map
 from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState
-from plausible.methods.stochastic_gradient.sgld import first_rate
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -112,6 +111,6 @@ class PSGLD(StochasticGradientChain):
         for _ in range(100):
             size = (precision @ law @ precision).diagonal().sqrt() / problem.num_data
             metric = torch.diag(1 / (self.damping + size))
-            law = self.temperature * covariance @ torch.linalg.inv(one - first_rate(self) / 4 * metric @ precision)
+            law = self.temperature * covariance @ torch.linalg.inv(one - self.constant_rate() / 4 * metric @ precision)
             law = (law + law.T) / 2
         return mean, law

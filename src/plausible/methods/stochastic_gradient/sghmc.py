@@ -11,8 +11,7 @@ from torch import Tensor
 from plausible.core.model import Joint, Model
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, tree_map
-from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState
-from plausible.methods.stochastic_gradient.sgld import first_rate
+from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState, rolled
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -64,24 +63,6 @@ class SGHMC(StochasticGradientChain):
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """T(1 − β̂/α)·Λ⁻¹(I − ηΛ/(2(2 − α)))⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""
         mean, covariance = problem.posterior()
-        share = first_rate(self) / (2 * (2 - self.friction))
+        share = self.constant_rate() / (2 * (2 - self.friction))
         biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - share * problem.precision())
         return mean, self.temperature * (1 - self.noise / self.friction) * covariance @ biased
-
-
-def rolled(
-    state: StochasticState,
-    joint: Joint,
-    noise: Weights,
-    lr: Tensor,
-    spread: Tensor,
-    velocity: Weights,
-    friction: float | Tensor,
-) -> tuple[Weights, Weights]:
-    """Weights and velocities after a step with friction: v' = (1 − friction)v + lr ∇ + spread ξ, θ' = θ + v'."""
-    weights, moved = {}, {}
-    for name, weight in state.weights.items():
-        v = (1 - friction) * velocity[name] + lr * joint.grads[name]
-        moved[name] = v + spread * noise[name] if name in noise else v
-        weights[name] = weight + moved[name]
-    return weights, moved

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plausible.core.model import Joint
-from plausible.core.schedules import as_schedule
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
 from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState
@@ -50,11 +49,5 @@ class SGLD(StochasticGradientChain):
         """T·Λ⁻¹(I − εΛ/4)⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""
         mean, covariance = problem.posterior()
         precision = problem.precision()
-        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - first_rate(self) / 4 * precision)
+        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - self.constant_rate() / 4 * precision)
         return mean, self.temperature * covariance @ biased
-
-
-def first_rate(method: StochasticGradientChain) -> float:
-    """The step size of a chain whose step size is known, and constant."""
-    assert not isinstance(method.lr, str), "only where the step is known"
-    return float(as_schedule(method.lr)(torch.zeros(()), 1))

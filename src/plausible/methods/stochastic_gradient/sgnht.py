@@ -12,9 +12,7 @@ from plausible.core.model import Joint, Model
 from plausible.core.serialise import check_number, register
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, num_elements, tree_map
-from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState
-from plausible.methods.stochastic_gradient.sghmc import rolled
-from plausible.methods.stochastic_gradient.sgld import first_rate
+from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState, rolled
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -67,8 +65,9 @@ class SGNHT(StochasticGradientChain):
         scale = (2 * self.diffusion) ** 0.5 * spread
         weights, moved = rolled(state, joint, noise, lr, scale, velocity, friction)
         energy = sum((moved[name].square().sum(dtype=torch.float32) for name in noise), torch.zeros_like(friction))
-        relative = energy / (num_elements(noise) * spread.square())
-        return weights, Thermostat(moved, hold(friction + self.gain * (relative - 1)))
+        wanted = num_elements(noise) * spread.square()
+        excess = torch.where(wanted > 0, energy / wanted, 1.0) - 1  # without noise there is no temperature to hold
+        return weights, Thermostat(moved, hold(friction + self.gain * excess))
 
     @classmethod
     def conforming(cls) -> SGNHT:
@@ -81,7 +80,7 @@ class SGNHT(StochasticGradientChain):
         T·(2a(2 − α)/α)·Λ⁻¹(2(2 − α) − ηΛ)⁻¹, and 4a/α · mean_i (2(2 − α) − ηλ_i)⁻¹ = 1 over the eigenvalues.
         """
         mean, covariance = problem.posterior()
-        curvature = first_rate(self) * problem.precision()
+        curvature = self.constant_rate() * problem.precision()
         eigenvalues = torch.linalg.eigvalsh(curvature)
         alpha = self.diffusion
         for _ in range(200):
