@@ -66,6 +66,8 @@ from plausible.methods.stochastic_gradient.sghmc import SGHMC as SGHMC
 from plausible.methods.stochastic_gradient.sgld import SGLD as SGLD
 from plausible.methods.stochastic_gradient.sgnht import SGNHT as SGNHT
 from plausible.methods.chains.smc import SMC as SMC
+from plausible.methods.averages.swa import SWA as SWA
+from plausible.methods.averages.swag import SWAG as SWAG
 from plausible.methods.natural.vogn import VOGN as VOGN
 from plausible.analysis.fidelity import fidelity as fidelity
 from plausible.fitting import fit as fit
