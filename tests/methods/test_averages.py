@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
+from plausible.apps.cli.diagnosing import _chains
 from plausible.core import random
 from plausible.core.data import Batch, Order
 from plausible.methods.averages.base import DEVIATIONS, SNAPSHOTS, VARIANCE, Averages, Statistics
@@ -144,6 +146,20 @@ def test_multiswag_is_a_mixture_of_members_that_differ() -> None:
     means = torch.stack([part.functions(x).mean(0) for part in posterior.parts])
     assert float(means.std(0).mean()) > float(posterior.parts[0].functions(x).std(0).mean()) * 0.2
     assert all(len(part) == 6 for part in posterior.parts)
+
+
+def test_draws_are_independent_and_are_judged_as_no_chain() -> None:
+    net, data = _normed()
+    posterior = pl.fit(net, data, pl.SWAG(draws=8, **SMALL), **QUIET)
+    assert "rhat" not in posterior.diagnostics(data[0])
+    assert posterior.verdict() == "The 8 draws are independent: there is no chain that could fail to converge."
+
+
+def test_the_command_line_has_nothing_to_diagnose() -> None:
+    net, data = _normed()
+    posterior = pl.fit(net, data, pl.SWAG(draws=8, **SMALL), **QUIET)
+    with pytest.raises(ValueError, match="a run by swag with 8 draws has no chains to diagnose"):
+        _chains(SimpleNamespace(method="swag"), posterior)  # type: ignore[arg-type]
 
 
 def test_it_starts_where_it_is_told_to() -> None:

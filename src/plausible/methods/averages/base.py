@@ -19,7 +19,7 @@ from plausible.core.weights import Weights, clone, index, select, stack, tree_ma
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Stage, Traits, check_training, plan_epochs
 from plausible.engine.passes import Pass, PassState
 from plausible.methods.points.map import MAP
-from plausible.posteriors.draws import DrawsPosterior
+from plausible.posteriors.draws import IndependentDraws
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -46,7 +46,7 @@ class TrajectoryAverage(Method):
     mode: MAP | None = field(default_factory=MAP)
     epochs: int | None = None
     batch_size: BatchSize = "auto"
-    lr: float | Schedule = 1e-3
+    lr: float | Schedule = 5e-3
     optimiser: Optimiser = field(default_factory=AdamW)
     every: int | None = None
 
@@ -85,8 +85,8 @@ class TrajectoryAverage(Method):
         mean, covariance = problem.posterior()
         return mean, torch.zeros_like(covariance)
 
-    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
-        return DrawsPosterior.left(self, model, fitted)
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> IndependentDraws:
+        return IndependentDraws.left(self, model, fitted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
