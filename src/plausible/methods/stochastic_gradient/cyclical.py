@@ -110,7 +110,7 @@ class Cyclical(Method):
 
     @classmethod
     def conforming(cls) -> Cyclical:
-        return cls(SGLD(epochs=6000, batch_size=None, lr=8e-3, burn_in=0.3, thin=1), cycles=3)
+        return cls(SGLD(epochs=6000, batch_size=None, lr=3.6e-3, burn_in=0.3, thin=1), cycles=3)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The mean over the draws of the law of `SGLD` at each step: Σ' = AΣA + εT, A = I − εΛ/2."""
