@@ -68,7 +68,7 @@ def test_one_chain_finds_several_modes_where_the_chain_alone_stays(name: str) ->
     assert abs(float(ends.mean())) < Z * float(ends.mean(0).std()) / 10
     spread = (cyclical[:, -1] - math.pi * ends).std() * 28**0.5
     assert 0.8 < float(spread) < 1.4  # as wide as the modes are, or as they were when steps became too small to settle
-    calm = replace(chain, lr=0.04 if name == "sgld" else 0.02)
+    calm = replace(chain, lr=0.02 if name == "sgld" else 0.003)
     assert float(pl.fit(Wells(), (x, y), calm, **settings).weights()["theta"].abs().max()) < math.pi / 2
 
 
