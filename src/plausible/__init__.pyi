@@ -29,6 +29,7 @@ from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
 from plausible.methods.chains.chees import ChEES as ChEES
 from plausible.engine import Checkpoint as Checkpoint
+from plausible.methods.stochastic_gradient.cyclical import Cyclical as Cyclical
 from plausible.methods.variational.dvi import DVI as DVI
 from plausible.engine import DivergenceError as DivergenceError
 from plausible.methods.chains.elliptical_slice import EllipticalSlice as EllipticalSlice
@@ -54,14 +55,19 @@ from plausible.core.model import Model as Model
 from plausible.engine.watching import Monitor as Monitor
 from plausible.methods.variational.flow import MultiplicativeFlow as MultiplicativeFlow
 from plausible.methods.chains.nuts import NUTS as NUTS
+from plausible.methods.stochastic_gradient.psgld import PSGLD as PSGLD
 from plausible.methods.chains.parallel_tempering import ParallelTempering as ParallelTempering
 from plausible.posteriors.base import Posterior as Posterior
 from plausible.posteriors.predictive import Predictive as Predictive
 from plausible.methods.variational.radial import Radial as Radial
 from plausible.methods.variational.rank_one import Rank1 as Rank1
 from plausible.methods.variational.refined import Refined as Refined
+from plausible.methods.stochastic_gradient.sghmc import SGHMC as SGHMC
 from plausible.methods.stochastic_gradient.sgld import SGLD as SGLD
+from plausible.methods.stochastic_gradient.sgnht import SGNHT as SGNHT
 from plausible.methods.chains.smc import SMC as SMC
+from plausible.methods.averages.swa import SWA as SWA
+from plausible.methods.averages.swag import SWAG as SWAG
 from plausible.methods.natural.vogn import VOGN as VOGN
 from plausible.analysis.fidelity import fidelity as fidelity
 from plausible.fitting import fit as fit

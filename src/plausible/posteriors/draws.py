@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class DrawsPosterior(Posterior):
     """
 
     kind = "draws"
+    ordered: ClassVar[bool] = True  # draws of a chain follow each other
 
     def __init__(self, method: Any, model: Model, run: Mapping[str, Any], store: DrawStore, chains: int = 1):
         super().__init__(method, model, run)
@@ -117,6 +118,19 @@ class DrawsPosterior(Posterior):
         pruned = super().masked(masks)
         pruned.store = storage.pruned(self.store, masks, self.chains)
         return pruned
+
+
+class IndependentDraws(DrawsPosterior):
+    """Stored draws of a law that is known: no chain, whose draws would depend on each other, and so nothing to converge."""
+
+    kind = "independent draws"
+    ordered = False
+
+    def diagnostics(self, x: Any = None) -> dict[str, Any]:  # noqa: ARG002
+        return {"draws": len(self), "chains": 1, "divergences": 0}
+
+    def verdict(self, x: Any = None) -> str:  # noqa: ARG002
+        return f"The {len(self):,} draws are independent: there is no chain that could fail to converge."
 
 
 def try_network(posterior: Posterior, inputs: Any) -> None:

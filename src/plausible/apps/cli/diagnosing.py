@@ -109,7 +109,7 @@ def _chains(record: Record, posterior: Any) -> DrawsPosterior:
     from plausible.posteriors.diagnostics import LEAST
     from plausible.posteriors.draws import DrawsPosterior
 
-    if isinstance(posterior, DrawsPosterior) and len(posterior) // posterior.chains >= LEAST:
+    if isinstance(posterior, DrawsPosterior) and posterior.ordered and len(posterior) // posterior.chains >= LEAST:
         return posterior
     what = plural(len(posterior), "draw") if isinstance(posterior, DrawsPosterior) else "no stored draws"
     raise ValueError(

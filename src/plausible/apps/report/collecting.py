@@ -215,7 +215,7 @@ def _followed(posterior: Posterior, x: Any) -> tuple[dict[str, Any], dict[str, n
     chosen = torch.linspace(0, count - 1, min(count, _JUDGED)).long().unique()
     some = take(inputs, chosen)
     known = _plain_numbers(posterior.diagnostics(some))
-    if not isinstance(posterior, DrawsPosterior) or len(posterior) // posterior.chains < 4:
+    if not isinstance(posterior, DrawsPosterior) or not posterior.ordered or len(posterior) // posterior.chains < 4:
         return known, {}
     if "rhat" in known and posterior.chains > 1:
         apart = diagnostics.convergence(posterior).get("rhat")

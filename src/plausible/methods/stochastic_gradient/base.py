@@ -19,8 +19,6 @@ from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.posteriors.draws import DrawsPosterior
 
-STABLE = 4.0
-"""A step of this over the variance of ∇ log p(θ, D), the trace of the curvature at a stationary law, is stable everywhere."""
 SHORT, MEMORY = 10, 100
 """Steps over which gradients are averaged: the last tenth of all, and from so many to so many."""
 
@@ -61,16 +59,27 @@ class StochasticState(NamedTuple):
     gradients: Gradients | tuple[()]
 
 
+class Phase(NamedTuple):
+    """Where a chain is: the share of its step size (None: all of it), its temperature, whether "auto" still learns, and how
+    much of the way from N/B times the step size that it finds (1) to that step size (0) is ahead.
+    """
+
+    share: Tensor | None
+    temperature: Tensor | float
+    learning: Tensor
+    ahead: Tensor
+
+
 @dataclass(frozen=True)
 class StochasticGradientChain(Method):
     """θ' = dynamics(θ, ∇̂ log p(θ, D), ξ),  ∇̂ from a batch of B of the N examples, its likelihood scaled by N/B
 
     The base of samplers whose steps see minibatches: a subclass says `move`, and `carry` where it has momenta.
 
-    `lr` is in units of the full-data log joint; "auto" is 4T/Var[∇̂ log p(θ, D)], the variances of all elements added up over the
-    last tenth of the steps (10 to 100): N/B times as much at the start of the burn-in, constant from its end on. At a stationary
-    law that sum is T times the trace of the curvature, plus the noise of batches, and so no direction is unstable. The first
-    `burn_in` fraction of the steps is dropped, then every `thin`-th state is kept (None: about 100 draws in all).
+    `lr` is in units of the full-data log joint; "auto" is cT/Var[∇̂ log p(θ, D)] with c from `stable`, the variances of all elements
+    added up over the last tenth of the steps (10 to 100): N/B times as much at the start of the burn-in, constant from its end on.
+    At a stationary law that sum is T times the trace of the curvature, plus the noise of batches, and so no direction is unstable.
+    The first `burn_in` fraction of the steps is dropped, then every `thin`-th state is kept (None: about 100 draws in all).
     `temperature` 1 targets the posterior.
     """
 
@@ -105,6 +114,18 @@ class StochasticGradientChain(Method):
         """The momenta to start with; none here."""
         return ()
 
+    def stable(self) -> float:
+        """A step size of this over the trace of the curvature is stable everywhere, and batches at most double a variance."""
+        return 4.0
+
+    def seen(self, model: Model, state: StochasticState, joint: Joint, batch: Batch) -> Any:
+        """The momenta that `move` finds in its state: those of the last step, or what this gradient makes of them."""
+        return state.momenta
+
+    def natural(self, momenta: Any, grads: Weights) -> Weights:
+        """The gradient in coordinates in which the dynamics treat all directions alike."""
+        return grads
+
     def move(self, state: StochasticState, joint: Joint, noise: Weights, lr: Tensor, spread: Tensor) -> tuple[Weights, Any]:
         """New weights and momenta. `noise` is N(0, 1) of the random weights; `spread` is √(lr · temperature)."""
         raise NotImplementedError
@@ -131,26 +152,59 @@ class StochasticGradientChain(Method):
         return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step, gradients)
 
     def step(self, model: Model, run: Run[Any], state: StochasticState, batch: Batch) -> tuple[StochasticState, Info]:
+        burn_in = max(1, int(self.burn_in * run.steps))
+        ahead = (1 - state.step / burn_in).clamp(min=0.0)
+        return self.advance(model, run, state, batch, Phase(None, self.temperature, state.step < burn_in, ahead))
+
+    def advance(
+        self, model: Model, run: Run[Any], state: StochasticState, batch: Batch, phase: Phase
+    ) -> tuple[StochasticState, Info]:
+        """One step in this phase of a chain."""
         joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
-        lr, gradients = self._rate(model, run, state, joint, batch)
+        state = state._replace(momenta=self.seen(model, state, joint, batch))
+        lr, gradients = self._rate(model, run, state, joint, batch, phase)
         noise = random.normal(state.key, state.step, select(state.weights, model.random))  # points move without
-        weights, momenta = self.move(state, joint, noise, lr, hold((lr * self.temperature).sqrt()))
+        weights, momenta = self.move(state, joint, noise, lr, hold((lr * phase.temperature).sqrt()))
         info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
         if self.lr == "auto":
             info["lr"] = lr
         return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1, gradients), info
 
     def _rate(
-        self, model: Model, run: Run[Any], state: StochasticState, joint: Joint, batch: Batch
+        self, model: Model, run: Run[Any], state: StochasticState, joint: Joint, batch: Batch, phase: Phase
     ) -> tuple[Tensor, Gradients | tuple[()]]:
         """The step size, and the running moments of gradients that "auto" takes it from until the draws begin."""
-        if not isinstance(state.gradients, Gradients):
-            return rate(self.lr, state.step, run.steps), ()  # type: ignore[arg-type]
-        burn_in = max(1, int(self.burn_in * run.steps))
-        gradients = state.gradients.seen(joint.grads, state.step, state.step < burn_in)
-        ahead = (1 - state.step / burn_in).clamp(min=0.0)
-        larger = (model.num_data / num_rows(batch.x)) ** ahead  # at first as if a batch were all data, to get near
-        return hold(STABLE * self.temperature * larger / gradients.variance(state.step)), gradients
+        gradients: Gradients | tuple[()] = ()
+        if isinstance(state.gradients, Gradients):
+            gradients = state.gradients.seen(self.natural(state.momenta, joint.grads), state.step, phase.learning)
+            larger = (model.num_data / num_rows(batch.x)) ** phase.ahead  # at first as if a batch were all data, to get near
+            lr = hold(self.stable() * self.temperature * larger / gradients.variance(state.step))
+        else:
+            lr = rate(self.lr, state.step, run.steps)  # type: ignore[arg-type]
+        return lr if phase.share is None else hold(phase.share * lr), gradients
+
+    def constant_rate(self) -> float:
+        """The step size, where it is known and stays the same."""
+        assert not isinstance(self.lr, str), "only where the step is known"
+        return float(as_schedule(self.lr)(torch.zeros(()), 1))
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
         return DrawsPosterior.of(self, model, fitted)
+
+
+def rolled(
+    state: StochasticState,
+    joint: Joint,
+    noise: Weights,
+    lr: Tensor,
+    spread: Tensor,
+    velocity: Weights,
+    friction: float | Tensor,
+) -> tuple[Weights, Weights]:
+    """Weights and velocities after a step with friction: v' = (1 − friction)v + lr ∇ + spread ξ, θ' = θ + v'."""
+    weights, moved = {}, {}
+    for name, weight in state.weights.items():
+        v = (1 - friction) * velocity[name] + lr * joint.grads[name]
+        moved[name] = v + spread * noise[name] if name in noise else v
+        weights[name] = weight + moved[name]
+    return weights, moved

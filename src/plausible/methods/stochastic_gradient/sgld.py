@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plausible.core.model import Joint
-from plausible.core.schedules import as_schedule
 from plausible.core.serialise import register
 from plausible.core.weights import Weights
 from plausible.methods.stochastic_gradient.base import StochasticGradientChain, StochasticState
@@ -50,7 +49,5 @@ class SGLD(StochasticGradientChain):
         """T·Λ⁻¹(I − εΛ/4)⁻¹ around the exact mean: the stationary law of full-batch steps of a constant size."""
         mean, covariance = problem.posterior()
         precision = problem.precision()
-        assert not isinstance(self.lr, str), "only where the step is known"
-        step = float(as_schedule(self.lr)(torch.zeros(()), 1))
-        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - step / 4 * precision)
+        biased = torch.linalg.inv(torch.eye(len(mean), dtype=mean.dtype) - self.constant_rate() / 4 * precision)
         return mean, self.temperature * covariance @ biased

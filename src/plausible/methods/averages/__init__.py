@@ -1,0 +1,1 @@
+"""Averages along the path of stochastic gradient descent."""

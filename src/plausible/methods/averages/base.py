@@ -1,0 +1,279 @@
+"""What averages along the path of an optimiser share: collecting on the way, and batch-norm statistics of what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plausible.core.data import Batch, Data, num_rows
+from plausible.core.model import Model
+from plausible.core.optimisers import SGD, AdamW, Optimiser, as_optimiser
+from plausible.core.schedules import Schedule, as_schedule, rate
+from plausible.core.serialise import check_count
+from plausible.core.transforms import transformed
+from plausible.core.weights import Weights, clone, index, select, stack, tree_map
+from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Stage, Traits, check_training, plan_epochs
+from plausible.engine.passes import Pass, PassState
+from plausible.methods.points.map import MAP
+from plausible.posteriors.draws import IndependentDraws
+
+if TYPE_CHECKING:
+    from plausible.testing import LinearGaussian
+
+EPOCHS, STEPS, MOST = 50, 500, 100
+"""Where nobody says: so many epochs of averaging, and steps at least; and so many snapshots at most."""
+CHUNK = 128
+"""Rows of the batches whose statistics are averaged."""
+SNAPSHOTS, VARIANCE, DEVIATIONS = "collected/snapshots", "variance/", "deviations/"
+"""What collecting leaves beside the means: the number of snapshots, and under these prefixes."""
+
+
+@dataclass(frozen=True)
+class TrajectoryAverage(Method):
+    """θ̄ = mean of θ_t at every `every`-th step of an optimiser with a constant rate, after `mode` has trained
+
+    The base of methods that average weights on the way: a subclass says what is `drawn` from the averages.
+
+    `mode` trains first (None: start at the weights as they are, or at `init=` of `fit`). Then `optimiser` goes on with the rate
+    `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps (None: once an epoch, at most
+    100 times) a snapshot enters the averages. What `mode` holds out is held out here too.
+    """
+
+    mode: MAP | None = field(default_factory=MAP)
+    epochs: int | None = None
+    batch_size: BatchSize = "auto"
+    lr: float | Schedule = 5e-3
+    optimiser: Optimiser = field(default_factory=AdamW)
+    every: int | None = None
+
+    rank: ClassVar[int | None] = None  # how many deviations are kept; None: no variances either
+    traits: ClassVar[Traits] = Traits(divisible=False, keeps_draws=False, shaping=("rank",))
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        check_training(self)
+        as_schedule(self.lr)
+        object.__setattr__(self, "optimiser", as_optimiser(self.optimiser))
+        if self.mode is not None and not isinstance(self.mode, MAP):
+            raise TypeError(
+                f"{who}: mode must be MAP(…), which trains before, or None for the weights as they are, got {self.mode!r}"
+            )
+        if self.every is not None:
+            check_count(self, "every")
+
+    def stages(self) -> tuple[Stage, ...]:
+        training = () if self.mode is None else (self.mode,)
+        return (*training, Collecting(self), Drawing(self))
+
+    def drawn(self, model: Model, left: Mapping[str, Tensor], key: Tensor) -> Weights:
+        """Weights [S, …] by the means, variances and deviations that collecting left."""
+        raise NotImplementedError
+
+    def holdout(self, num_data: int, per_epoch: int | None = None) -> float:
+        return 0.0 if self.mode is None else self.mode.plan(num_data, per_epoch).holdout
+
+    @classmethod
+    def conforming(cls) -> Method:
+        return cls(MAP.conforming(), epochs=600, batch_size=None, lr=0.02, optimiser=SGD(), every=1)
+
+    def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
+        """The mode, without spread: what full batches come to rest at."""
+        mean, covariance = problem.posterior()
+        return mean, torch.zeros_like(covariance)
+
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> IndependentDraws:
+        return IndependentDraws.left(self, model, fitted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collecting
+
+
+class Averages(NamedTuple):
+    """Of the snapshots so far: their number, mean, mean squared deviation from it, and the last K deviations [K, …]."""
+
+    snapshots: Tensor
+    mean: Weights
+    variance: Weights
+    deviations: Weights
+
+    def seen(self, weights: Weights, due: Tensor) -> Averages:
+        """With one more snapshot where one is due. Deviations are from the mean as it was then, the new snapshot in it."""
+        count = self.snapshots + due
+        part = torch.where(due, 1 / count.clamp(min=1), 0.0)
+        mean = {name: torch.lerp(old, weights[name], part.to(old.dtype)) for name, old in self.mean.items()}
+        # Welford's sum: squares less a square would leave nothing but rounding of small variances
+        variance = {
+            name: torch.lerp(old, (weights[name] - self.mean[name]) * (weights[name] - mean[name]), part.to(old.dtype))
+            for name, old in self.variance.items()
+        }
+        deviations = {}
+        for name, old in self.deviations.items():
+            here = torch.arange(len(old), device=old.device) == torch.remainder(count - 1, len(old))
+            new = (weights[name] - mean[name]).unsqueeze(0)
+            deviations[name] = torch.where((here & due).view(-1, *[1] * (old.ndim - 1)), new, old)
+        return Averages(count, mean, variance, deviations)
+
+
+class CollectingState(NamedTuple):
+    weights: Weights
+    buffers: Weights
+    optimiser: Any
+    step: Tensor
+    averages: Averages
+
+
+@dataclass(frozen=True)
+class Collecting(Stage):
+    """The optimiser goes on with a constant rate, and snapshots on its way enter the averages."""
+
+    method: TrajectoryAverage
+
+    traits: ClassVar[Traits] = Traits(keeps_draws=False)
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        plan = plan_epochs(self.method, num_data, per_epoch, holdout=self.method.holdout(num_data, per_epoch))
+        if self.method.epochs is None:
+            epochs = max(EPOCHS, -(-STEPS // plan.per_epoch))
+            plan = replace(plan, steps=epochs * plan.per_epoch)
+        if plan.steps < 2 * self.every(plan.steps, plan.per_epoch):
+            raise ValueError(
+                f"{type(self.method).__name__}: every={self.every(plan.steps, plan.per_epoch)} collects fewer than 2 snapshots in "
+                f"{plan.steps} steps; run more epochs, or collect more often"
+            )
+        return plan
+
+    def every(self, steps: int, per_epoch: int) -> int:
+        return self.method.every or (max(per_epoch, steps // MOST) if steps >= 2 * per_epoch else 1)
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> CollectingState:
+        before = index(run.before, 0) if run.before else {**model.initial, **model.buffers}
+        weights = clone(select(before, model.initial))
+        rank, zeros = self.method.rank, tree_map(torch.zeros_like, weights)
+        random = {} if rank is None else select(zeros, model.random)
+        deviations = {name: zero.new_zeros(rank, *zero.shape) for name, zero in random.items()} if rank else {}
+        step = torch.zeros((), dtype=torch.int64, device=key.device)
+        averages = Averages(step.clone(), zeros, clone(random), deviations)
+        return CollectingState(
+            weights, clone(select(before, model.buffers)), self.method.optimiser.init(weights), step, averages
+        )
+
+    def step(self, model: Model, run: Run[Any], state: CollectingState, batch: Batch) -> tuple[CollectingState, Info]:
+        scale = -1.0 / model.num_data
+        joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True, scale=scale, leave_l2=True)
+        lr = rate(self.method.lr, state.step, run.steps)
+        weights, optimiser = self.method.optimiser.update(state.weights, joint.grads, state.optimiser, lr, joint.l2)
+        step, averages = state.step + 1, state.averages
+        due = torch.remainder(step, self.every(run.steps, run.batches(batch))) == 0
+        # where the host can look at the number of the step, nothing is moved in between
+        if transformed() or step.device.type != "cpu" or bool(due):
+            averages = averages.seen(weights, due)
+        info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
+        return CollectingState(weights, joint.buffers, optimiser, step, averages), info
+
+    def kept(self, model: Model, run: Run[Any], state: CollectingState) -> Weights:
+        count, mean, variance, deviations = state.averages
+        if not int(count):  # interrupted before the first snapshot
+            mean = state.weights
+        left = {SNAPSHOTS: count, **mean, **state.buffers}
+        left |= {VARIANCE + name: value for name, value in variance.items()}
+        left |= {DEVIATIONS + name: value for name, value in deviations.items()}
+        return {name: value.unsqueeze(0) for name, value in left.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing, and the statistics of batch norm
+
+
+class DrawnState(PassState):
+    """Draws of the weights [S, …], and the pass in which the statistics of their batch norms are added up."""
+
+    def __init__(self, estimator: Statistics | None, data: Data, draws: Weights):
+        super().__init__(estimator, data)
+        self.draws = draws
+
+
+@dataclass(frozen=True)
+class Drawing(Pass):
+    """Draws from what was collected; where the network has batch norm, one pass over the data for the statistics of all."""
+
+    method: TrajectoryAverage
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return replace(super().plan(num_data, per_epoch), holdout=self.method.holdout(num_data, per_epoch))
+
+    def start(self, model: Model, run: Run[Any], key: Tensor) -> DrawnState:
+        draws = self.method.drawn(model, index(run.before, 0), key)
+        momenta = _momenta(model)
+        return DrawnState(Statistics(model, draws, momenta) if momenta else None, run.data, draws)
+
+    def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
+        assert isinstance(state, DrawnState)
+        count = len(next(iter(state.draws.values())))
+        buffers = {name: run.before[name].expand(count, *run.before[name].shape[1:]).clone() for name in model.buffers}
+        return {**state.draws, **buffers, **(state.result or {})}
+
+
+def _momenta(model: Model) -> dict[str, float]:
+    """The running means and variances of batch norm among the buffers, and the share that a new batch has in them."""
+    found: dict[str, float] = {}
+    for place, module in model.network.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            share = 1.0 if module.momentum is None else module.momentum  # None: the mean of all batches, of which there is one
+            names = [f"{place}.{name}" if place else name for name in ("running_mean", "running_var")]
+            found |= {name: share for name in names if name in model.buffers and share}
+    return found
+
+
+class Statistics:
+    """For every draw the means, over batches, of the statistics that its batch norms see (Izmailov et al. 2018, §3.2)."""
+
+    passes = 1
+    chunk = CHUNK
+    note = "statistics of batch norm"
+
+    def __init__(self, model: Model, draws: Weights, momenta: Mapping[str, float]):
+        # dropout and the like stay off
+        quiet = [n for n, m in model.network.named_modules() if n and not isinstance(m, nn.modules.batchnorm._NormBase)]
+        self.model = replace(model, evaluated=tuple({*model.evaluated, *quiet}))
+        self.draws, self.momenta, self.rows = draws, momenta, 0
+        count = len(next(iter(draws.values())))
+        self.sums = {name: model.buffers[name].new_zeros(count, *model.buffers[name].shape) for name in momenta}
+
+    def add(self, batch: Batch) -> None:
+        rows = num_rows(batch.x)
+        if rows < 2 and self.rows:
+            return  # one row has no variance
+        self.model.network.eval()  # so that it is put into training mode as this model says
+        for k in range(len(next(iter(self.draws.values())))):
+            buffers = {
+                name: torch.zeros_like(b) if name in self.momenta else b.clone() for name, b in self.model.buffers.items()
+            }
+            with torch.no_grad():
+                self.model.outputs({**index(self.draws, k), **buffers}, batch.x, train=True)
+            for name, share in self.momenta.items():
+                self.sums[name][k] += rows / share * buffers[name]
+        self.model.network.eval()
+        self.rows += rows
+
+    def next_pass(self) -> bool:
+        return False
+
+    def finish(self) -> Weights:
+        return {name: total / self.rows for name, total in self.sums.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**{f"sums/{name}": value for name, value in self.sums.items()}, "rows": torch.tensor(self.rows)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.rows = int(tensors["rows"])
+        self.sums = {name: tensors[f"sums/{name}"].to(value) for name, value in self.sums.items()}
+
+
+def stacked_mean(model: Model, left: Mapping[str, Tensor], count: int) -> Weights:
+    """The mean that collecting left, `count` times: [S, …]."""
+    return stack([select(left, model.initial)] * count)
