@@ -3,7 +3,7 @@
 Inputs are standardised by the training rows; targets are given to every method in the units of the file. Our methods get one
 hidden layer of 50 tanh units and nothing else. Scores are those of the test rows: negative log-likelihood and CRPS in standard
 deviations of the training targets (classes: nats and Brier scores), coverage of central 90 % intervals, seconds of fit and
-prediction. One split of each: of UCI's sets the first of the published ones, of others random with a fifth of the rows for the test.
+prediction. One split of each: of UCI's sets the first published one, of others random with a fifth of the rows for the test.
 Of tables with many rows (`LARGE`) the methods of `MAIN` alone are fitted, of the others all but the slowest (`SLOW`).
 
 What our defaults are was decided on the sets of `CHOSEN_ON` alone. The others are scored once, for the page.
