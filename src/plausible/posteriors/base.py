@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plausible.core import random
 from plausible.core import weights as tree
+from plausible.core.conversion import refuse_nothing_left
 from plausible.core.data import ArrayData, Data, as_data, num_rows, read_inputs, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
@@ -288,9 +289,12 @@ def data_for(model: Model, data: Any, mask: Any = None) -> Data:
 def checked(model: Model, data: Data) -> Data:
     """The data with their targets checked by the likelihood: those of arrays now, those of a stream batch by batch as they come."""
 
-    def check(y: Tensor, observed: Tensor | None) -> Tensor:
-        return model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=observed)
+    def check(y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        targets = model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)
+        return targets, model.likelihood.observed(y, mask)
 
     if isinstance(data, ArrayData):
-        return replace(data, batch=data.batch._replace(y=check(data.batch.y, data.batch.mask)))
+        y, mask = check(data.batch.y, data.batch.mask)
+        refuse_nothing_left(data.batch.weight, mask)
+        return replace(data, batch=data.batch._replace(y=y, mask=mask))
     return replace(data, check=check)

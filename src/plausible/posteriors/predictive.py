@@ -295,7 +295,8 @@ class Predictive:
 
         A draw explains all outputs of an input together: outputs are summed inside a draw, before the mixture.
         """
-        return self._log_density(self._targets(y))
+        targets = as_tensor(y, "y")
+        return self._log_density(self._targets(targets), self.likelihood.observed(targets))
 
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log_prob` of checked targets, those alone that were `observed` (a mask shaped like them; None: all)."""
