@@ -49,11 +49,18 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
     team = options.team
     method = team.part(method)  # of an ensemble that is split over ranks, the members of this one
     _check_divisible(method, team)
-    keeper, resumed, writer, before = None, None, DrawWriter(), {}
     checkpoint = team.checkpoint(options.checkpoint)
-    if checkpoint is not None:
-        keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
-        writer = DrawWriter(keeper.draws_folder)
+    keeper = None if checkpoint is None else Checkpointer(checkpoint, {**team.identity, **options.identity})
+    with keeper or contextlib.nullcontext():
+        return _run(method, model, data, options, keeper)
+
+
+def _run(
+    method: Method, model: Model, data: Data, options: Options, keeper: Checkpointer | None
+) -> tuple[Model, Run[Any], Fitted]:
+    team, resumed, writer, before = options.team, None, DrawWriter(), {}
+    if keeper is not None:
+        writer = DrawWriter(keeper.draws_folder, retries=True)
         if (resumed := keeper.load(writer)) is not None:
             before = resumed.tree("before", model.device)
     stages = method.stages()
