@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.core.random import generator, isolated, permutation
-from plausible.core.weights import tensors, tree_map
+from plausible.core.weights import clone, tensors, tree_map
 from plausible.core.words import log
 
 
@@ -291,12 +291,16 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not array
 
 
-def read_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """`as_inputs`, also of a data set or a loader: read once, in its order and into memory, targets and weights left out."""
+def read_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, own: bool = False) -> Any:
+    """`as_inputs`, also of a data set or a loader: read once, in its order and into memory, targets and weights left out.
+
+    With `own` nothing of it lies in the caller's memory.
+    """
     if isinstance(x, TensorDataset):
         x = x.tensors[0]
     if not _is_dataset(x) or hasattr(x, "__array__"):
-        return as_inputs(x, dtype=dtype, device=device)
+        inputs = as_inputs(x, dtype=dtype, device=device)
+        return clone(inputs) if own else inputs
     loader = x if isinstance(x, DataLoader) else DataLoader(x, batch_size=256, collate_fn=collated)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.core import turns
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
 from plausible.core.weights import clone, num_bytes, tensors
@@ -116,6 +117,7 @@ class Loop:
         with Interrupt() as interrupt, self._bar() as bar, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
             while True:
+                turns.let_pass()
                 wish = self._segment(length, stepper) if self.done < self.plan.steps else 0
                 outcome = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
                 if outcome.over:

@@ -22,6 +22,7 @@ from plausible.core.model import Model
 from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
 from plausible.core.tables import Table
+from plausible.core.turns import alone
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
 from plausible.posteriors import pruning, saving, showing
@@ -113,7 +114,7 @@ class Posterior(ABC):
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.
 
         x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
-        Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something.
+        Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something, of a copy of x.
         """
         inputs, draws = self._asked(x, draws, batch_size)
         return Predictive(
@@ -126,16 +127,16 @@ class Posterior(ABC):
 
     def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
         """The arguments of `predict`, checked: the inputs as tensors, and the number of draws."""
-        inputs = self.inputs(x)
+        inputs = self.inputs(x, own=True)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
         self.try_inputs(inputs)
         return inputs, check_draws(draws)
 
-    def inputs(self, x: Any) -> Any:
-        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device."""
+    def inputs(self, x: Any, *, own: bool = False) -> Any:
+        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device; `own`: as a copy."""
         like = example_of(self.model)
-        inputs = read_inputs(x, dtype=like.dtype, device=like.device)
+        inputs = read_inputs(x, dtype=like.dtype, device=like.device, own=own)
         if num_rows(inputs) == 0:
             raise ValueError("x is empty: there is nothing to predict")
         return inputs
@@ -250,9 +251,10 @@ class Posterior(ABC):
 
 @contextlib.contextmanager
 def naming_x() -> Iterator[None]:
-    """Turn errors of the network inside the block into a ValueError that names x."""
+    """Turn errors of the network inside the block into a ValueError that names x; threads take turns with it."""
     try:
-        yield
+        with alone():
+            yield
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
