@@ -130,7 +130,13 @@ class Loop:
                 infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
                 self.seconds = time.monotonic() - started
                 rows = _stacked(infos)
-                self._refuse_divergence(rows, stepper.state, len(infos), mark, good)
+                try:
+                    self._refuse_divergence(rows, stepper.state, len(infos), mark, good)
+                except DivergenceError as error:
+                    # of methods that keep no draws the posterior is made of the last good state, by what `run` knows
+                    if self.place.method.traits.keeps_draws or self.team.size > 1 or not self.done:
+                        raise
+                    return self._fitted(interrupted=True)._replace(error=error)
                 good = mark if num_bytes(mark.state) <= self.TWO_MARKS else None
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
@@ -340,7 +346,7 @@ class Loop:
             step,
             term,
         )
-        if self.place.last:
+        if self.place.last and self.place.method.traits.keeps_draws:
             if not self.plan.thin:
                 self._keep()
             if len(self.writer):
