@@ -112,6 +112,8 @@ def fit(
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     seed = operator.index(seed)
+    if progress not in (None, True, False):
+        raise TypeError(f"progress must be True, False or None, got {progress!r}")
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     with assemble(chosen) as team:  # the other processes of a run under torchrun, or none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -546,10 +547,18 @@ def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"seconds": 0.0}, "seconds must be positive"), ({"steps": 0}, "steps must be at least 1")]
+    ("settings", "message"),
+    [
+        ({"seconds": 0.0}, "seconds must be positive"),
+        ({"seconds": math.nan}, "seconds must be positive, got nan"),
+        ({"seconds": "5m"}, "seconds must be a number, got '5m'"),
+        ({"seconds": True}, "seconds must be a number, got True"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
+    ],
 )
 def test_bad_checkpoint_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         pl.Checkpoint("run", **settings)
 
 

@@ -178,7 +178,10 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
-    tensor = as_tensor(weight, "weights").to(dtype)
+    tensor = as_tensor(weight, "weights")
+    if tensor.is_complex():
+        raise TypeError(f"example weights must be real, got {tensor.dtype}")
+    tensor = tensor.to(dtype)
     if tensor.shape != (count,):
         raise ValueError(f"example weights must have shape ({count},), one per example, got {tuple(tensor.shape)}")
     _check_finite(tensor, "weights")

@@ -243,6 +243,8 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     """
     if isinstance(data, (ArrayData, StreamData)):
         return data
+    if num_data is not None and (isinstance(num_data, bool) or not hasattr(num_data, "__index__")):
+        raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
     data = taken_apart(data)
     if isinstance(data, TensorDataset):
         data = data.tensors

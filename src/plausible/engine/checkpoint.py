@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -37,8 +38,14 @@ class Checkpoint:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0:
+        if not isinstance(self.path, (str, Path)):
+            raise TypeError(f"checkpoint path must be a folder, got {self.path!r}")
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, numbers.Real):
+            raise TypeError(f"checkpoint seconds must be a number, got {self.seconds!r}")
+        if not self.seconds > 0:  # nor NaN
             raise ValueError(f"checkpoint seconds must be positive, got {self.seconds}")
+        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, numbers.Integral)):
+            raise TypeError(f"checkpoint steps must be a whole number, got {self.steps!r}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"checkpoint steps must be at least 1, got {self.steps}")
 

@@ -116,7 +116,7 @@ class Posterior(ABC):
         x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something, of a copy of x.
         """
-        inputs, draws = self._asked(x, draws, batch_size)
+        inputs, draws = self._asked(x, draws, seed, batch_size)
         return Predictive(
             self.likelihood,
             lambda rows: self._evaluated(take(inputs, rows), draws, seed, batch_size),
@@ -125,8 +125,10 @@ class Posterior(ABC):
             output_shape=self.model.output_shape,
         )
 
-    def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
+    def _asked(self, x: Any, draws: int | None, seed: int, batch_size: int | None) -> tuple[Any, int | None]:
         """The arguments of `predict`, checked: the inputs as tensors, and the number of draws."""
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise TypeError(f"seed must be a whole number, got {seed!r}")
         inputs = self.inputs(x, own=True)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")

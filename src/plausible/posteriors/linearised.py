@@ -290,7 +290,7 @@ class LaplacePosterior(LawPosterior):
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""
         if not self.linearised or draws is not None:
             return super().predict(x, draws, seed, batch_size)
-        inputs, _ = self._asked(x, draws, batch_size)
+        inputs, _ = self._asked(x, draws, seed, batch_size)
 
         def moments(rows: slice) -> tuple[Tensor, Tensor]:
             with naming_x():
