@@ -700,3 +700,38 @@ def test_a_method_gives_the_kind_of_posterior_that_it_declares(method: pl.Method
     assert inspect.get_annotations(type(method).posterior)["return"] == declared
     posterior = fit(mlp(), (X, Y), method)
     assert declared in [kind.__name__ for kind in type(posterior).__mro__]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"progress": "no"}, "progress must be True, False or None, got 'no'"),
+        ({"num_data": 20.0}, "num_data must be a whole number of at least 1, got 20.0"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        pl.fit(nn.Linear(2, 1), (torch.randn(20, 2), torch.randn(20, 1)), pl.MAP(epochs=1), **settings)
+
+
+def test_complex_example_weights_are_refused() -> None:
+    weights = torch.ones(20, dtype=torch.complex64)
+    with pytest.raises(TypeError, match=r"example weights must be real, got torch\.complex64"):
+        pl.fit(nn.Linear(2, 1), (torch.randn(20, 2), torch.randn(20, 1), weights), pl.MAP(epochs=1))
+
+
+@pytest.mark.parametrize("method", [pl.HMC, pl.NUTS, pl.Refined], ids=lambda method: method.__name__)
+def test_switches_are_true_or_false(method: Any) -> None:
+    setting = "learn_step_size" if method is pl.Refined else "adapt"
+    with pytest.raises(TypeError, match=f"{method.__name__}: {setting} must be True or False, got 'no'"):
+        method(**{setting: "no"})
+
+
+@pytest.mark.filterwarnings("ignore")  # one epoch is no fit, and need not be
+@pytest.mark.parametrize("method", [pl.MAP(epochs=1), pl.Laplace(mode=pl.MAP(epochs=1))], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("wrong", [{"batch_size": -5}, {"batch_size": 2.0}, {"draws": 0}, {"seed": "one"}, {"seed": 1.5}])
+def test_predict_refuses_by_name(method: pl.Method, wrong: dict[str, Any]) -> None:
+    x = torch.randn(20, 2)
+    posterior = pl.fit(nn.Linear(2, 1), (x, x[:, :1]), method, progress=False)
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be a whole number"):
+        posterior.predict(x, **wrong)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from plausible import engine
-from plausible.core import random, targets
+from plausible.core import random, targets, turns
 from plausible.core.data import ArrayData, Data, as_data, select_rows
 from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
@@ -112,13 +112,15 @@ def fit(
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     seed = operator.index(seed)
+    if progress not in (None, True, False):
+        raise TypeError(f"progress must be True, False or None, got {progress!r}")
     if callable(callbacks) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     with assemble(chosen) as team:  # the other processes of a run under torchrun, or none
         module = network.network if isinstance(network, Model) else network
         chosen_device = choose_device(module, team.device(device, module))
         # networks and methods may draw from torch's global generators: they are seeded for the run, and put back
-        with torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
+        with turns.one_fit(), torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
             if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
                 likelihood = init.likelihood  # targets in the units of the earlier fit
             model, examples, chosen, choice = model_and_examples(

@@ -785,3 +785,88 @@ def test_loaders_that_cannot_be_predicted() -> None:
         posterior.predict(TensorDataset(torch.tensor([[0.0, 1.0, torch.nan]])))
     with pytest.raises(TypeError, match=r"x must be inputs, got a .*pass its tensor"):
         pl.fit(nn.Linear(3, 1), (TensorDataset(x), y), pl.MAP(epochs=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mappings with labels, and targets to leave out
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(12, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids) * attention_mask[..., None])
+
+
+IGNORING = pl.likelihoods.Categorical(ignore_index=-100)
+WORDS = torch.randint(12, (20, 5), generator=torch.Generator().manual_seed(1))
+THERE = torch.arange(5) < (torch.arange(20) % 5 + 1)[:, None]
+TAGS = torch.where(THERE, WORDS % 3, -100)
+SENTENCES = {"input_ids": WORDS, "attention_mask": THERE.long()}
+
+
+class Sentences(Dataset):
+    """Sentences as Hugging Face keeps them: mappings, of tensors or of plain lists."""
+
+    def __init__(self, lists: bool, label: str):
+        self.lists, self.label = lists, label
+
+    def __len__(self) -> int:
+        return len(WORDS)
+
+    def __getitem__(self, i: int) -> Any:
+        row = {name: value[i] for name, value in {**SENTENCES, self.label: TAGS}.items()}
+        return {name: value.tolist() for name, value in row.items()} if self.lists else row
+
+
+@pytest.mark.parametrize("method", [pl.MAP(epochs=3, batch_size=None), pl.MAP(epochs=3, batch_size=8)])
+def test_ignored_targets_are_masked_ones(method: pl.MAP) -> None:
+    left = pl.fit(Tagger(), (SENTENCES, TAGS), method, likelihood=IGNORING)
+    masked = pl.fit(Tagger(), (SENTENCES, TAGS.clamp(min=0)), method, mask=THERE, likelihood=pl.likelihoods.Categorical())
+    pred = left.predict(SENTENCES)
+    assert torch.equal(pred.probs, masked.predict(SENTENCES).probs)
+    other = left.predict(SENTENCES).log_prob(TAGS)
+    known = pred.probs.log().gather(-1, TAGS.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(other, (known * THERE).sum(1))
+    for metric in (pl.metrics.accuracy, pl.metrics.log_likelihood, pl.metrics.brier, pl.metrics.ece):
+        assert metric(pred, TAGS) == metric(masked.predict(SENTENCES), TAGS.clamp(min=0), mask=THERE)
+
+
+def test_curvature_leaves_ignored_targets_out() -> None:
+    method = pl.Laplace(mode=pl.MAP(epochs=2, batch_size=None), structure="diag")
+    left = pl.fit(Tagger(), (SENTENCES, TAGS), method, likelihood=IGNORING)
+    masked = pl.fit(Tagger(), (SENTENCES, TAGS.clamp(min=0)), method, mask=THERE, likelihood=pl.likelihoods.Categorical())
+    assert torch.equal(left.predict(SENTENCES).probs, masked.predict(SENTENCES).probs)
+
+
+@pytest.mark.parametrize("label", ["labels", "label"])
+@pytest.mark.parametrize("lists", [False, True])
+def test_mappings_with_labels_are_inputs_and_targets(lists: bool, label: str) -> None:
+    method, rows = pl.MAP(epochs=3, batch_size=20), Sentences(lists, label)
+    arrays = pl.fit(Tagger(), (SENTENCES, TAGS), method, likelihood=IGNORING)
+    fitted = pl.fit(Tagger(), rows, method, likelihood=IGNORING)
+    assert torch.equal(fitted.predict(SENTENCES).probs, arrays.predict(SENTENCES).probs)
+    assert torch.equal(fitted.predict(rows).probs, fitted.predict(SENTENCES).probs)
+    batches = [UserDict({name: value[k : k + 5] for name, value in {**SENTENCES, label: TAGS}.items()}) for k in (0, 5, 10, 15)]
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # as a data collator leaves them
+    streamed = pl.fit(Tagger(), loader, method, likelihood=IGNORING, num_data=20)
+    assert streamed.run["steps"] > 0
+    assert torch.equal(streamed.functions(loader), streamed.functions(SENTENCES))
+    whole = pl.fit(Tagger(), {**SENTENCES, label: TAGS}, method, likelihood=IGNORING)
+    assert torch.equal(whole.predict(SENTENCES).probs, arrays.predict(SENTENCES).probs)
+
+
+def test_inputs_called_labels_stay_inputs_beside_targets() -> None:
+    data = prepare(({"labels": NUMBERS}, [0, 1, 2]))
+    assert list(data.batch.x) == ["labels"]
+
+
+def test_nothing_but_ignored_targets_is_refused() -> None:
+    with pytest.raises(ValueError, match="ignore_index"):
+        pl.fit(Tagger(), (SENTENCES, torch.full((20, 5), -100)), pl.MAP(epochs=1), likelihood=IGNORING)
+    pred = pl.fit(Tagger(), (SENTENCES, TAGS), pl.MAP(epochs=1), likelihood=IGNORING).predict(SENTENCES)
+    with pytest.raises(ValueError, match="nothing is left to measure"):
+        pl.metrics.accuracy(pred, torch.full((20, 5), -100))

@@ -501,3 +501,39 @@ def test_a_fit_by_gradient_finds_the_noise() -> None:
 
     optimiser.step(loss)
     torch.testing.assert_close(log_scale.detach().exp(), y.square().mean(0).sqrt(), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ignored classes
+
+
+@pytest.mark.parametrize("shape", [(C,), (3, C)])
+def test_ignored_classes_have_no_density_wherever_they_are_asked_for(shape: tuple[int, ...]) -> None:
+    law = Categorical(ignore_index=-100)
+    outputs = torch.randn(N, *shape, dtype=torch.float64, requires_grad=True)
+    y = torch.randint(C, (N, *shape[:-1]))
+    left_out = torch.arange(N) % 2 == 0
+    marked = torch.where(left_out.view(-1, *[1] * (y.ndim - 1)), -100, y)
+    each = law.log_prob(outputs, marked)
+    assert bool((each[left_out] == 0).all())
+    torch.testing.assert_close(each[~left_out], Categorical().log_prob(outputs, y)[~left_out])
+    torch.testing.assert_close(law.total(outputs, marked), each.sum())
+    (slope,) = torch.autograd.grad(each.sum(), outputs)
+    assert bool((slope[left_out] == 0).all())
+    assert bool((slope[~left_out] != 0).all())
+    draws = torch.stack([outputs, 2 * outputs])  # draws in front
+    torch.testing.assert_close(law.log_prob(draws, marked)[0], each)
+    assert int(law.check(outputs.shape, marked).min()) == 0
+    assert torch.equal(law.observed(marked, marked != 2), (marked != -100) & (marked != 2))
+
+
+def test_ignore_index_is_stored_and_checked() -> None:
+    law = Categorical(ignore_index=-100)
+    assert decode(encode(law)) == law
+    assert decode({"type": "likelihoods.Categorical"}) == Categorical()  # as it was stored before
+    with pytest.raises(TypeError, match="ignore_index must be a whole number"):
+        Categorical(ignore_index=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ignore_index=-100"):
+        Categorical().check((2, C), torch.tensor([-100, 1]))
+    with pytest.raises(ValueError, match=r"class labels must lie in 0\.\.3"):
+        law.check((2, C), torch.tensor([-1, 1]))

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1312,3 +1313,58 @@ def test_recurrent_layers_are_one_function_in_evaluation_mode(layer):
     dropped = model.outputs(model.initial, x, train=True)
     assert torch.equal(dropped, model.outputs(model.initial, x, train=True)) == (type(layer) is nn.LSTM and not layer.dropout)
     assert all(not module.training for module in network.modules())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks that write to their inputs
+
+
+class Scaling(nn.Module):
+    def __init__(self, when: str):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 1)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "always" or (self.when == "training" and self.training):
+            x /= 255
+        elif self.when == "never":
+            x = x / 255
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pl.MAP(epochs=3, batch_size=4),
+        pl.Ensemble(pl.MAP(epochs=3, batch_size=None), members=2),
+        pl.MeanField(epochs=3),
+        pl.Laplace(mode=pl.MAP(epochs=3, batch_size=None)),
+        pl.HMC(draws=3, warmup=2, leapfrogs=2),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_forward_pass_that_writes_to_its_input_changes_nothing(method: pl.Method, tmp_path: Path) -> None:
+    x = (255 * torch.rand(12, 3, generator=torch.Generator().manual_seed(0))).numpy()
+    data, given = (x, x[:, :1] / 255), x.copy()
+    settings: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(scale=0.5), "compile": False, "progress": False}
+    fitted = pl.fit(Scaling("always"), data, method, **settings)
+    plain = pl.fit(Scaling("never"), data, method, **settings)
+    for posterior in (fitted, pl.load(fitted.save(tmp_path / "run"), Scaling("always"))):
+        assert torch.equal(posterior.functions(x), plain.functions(x))
+        assert torch.equal(posterior.predict(x).mean, plain.predict(x).mean)
+    assert np.array_equal(x, given)
+
+
+def test_writing_in_training_alone_is_noticed_too() -> None:
+    x = 255 * torch.rand(12, 3, generator=torch.Generator().manual_seed(0))
+    given = x.clone()
+    settings: dict[str, Any] = {"likelihood": pl.likelihoods.Gaussian(scale=0.5), "compile": False, "progress": False}
+    method = pl.MAP(epochs=3, batch_size=None)
+    fitted, plain = (pl.fit(Scaling(when), (x, x[:, :1] / 255), method, **settings) for when in ("training", "never"))
+    assert torch.equal(fitted.weights()["layer.weight"], plain.weights()["layer.weight"])
+    assert torch.equal(x, given)
+    assert fitted.model.writes == {False: False, True: True}
+    assert plain.model.writes == {False: False, True: False}  # no copies any more

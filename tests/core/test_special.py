@@ -1,13 +1,14 @@
 """The special functions against scipy, arbitrary precision and identities."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import special as oracle
 
-from plausible.core.special import betainc, flushed, stirling_error
+from plausible.core.special import betainc, flushed, stirling_error, symmetric_eigen
 
 
 @pytest.mark.parametrize(("low", "high"), [(-10, -2), (-2, 2), (0, 4), (3, 6), (5, 8), (-10, 8)])
@@ -85,3 +86,40 @@ def test_only_what_is_negligible_beside_the_largest_is_flushed() -> None:
     assert values[2] != 0  # the argument stays as it was
     for kept in (values[2:4], values.double(), torch.tensor([3, 0]), values[:0]):
         assert flushed(kept) is kept
+
+
+def _gram(size: int, rank: int, scale: float) -> torch.Tensor:
+    root = torch.randn(2, size, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (scale * root @ root.mT).float()
+
+
+@pytest.mark.parametrize("fails", ["once", "in float32", "without jitter", "always", "NaN"])
+def test_eigenvectors_are_found_where_the_library_does_not_converge(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gram = _gram(20, 3, 1e-12)
+    true = torch.linalg.eigh(gram)
+    calls: list[torch.Tensor] = []
+    decompose = torch.linalg.eigh
+
+    def stubborn(matrix: torch.Tensor, **settings: Any) -> Any:
+        calls.append(matrix)
+        number = len(calls)
+        if fails == "NaN" and number == 1:
+            return matrix[..., 0] * math.nan, matrix
+        failing = {"once": 1, "without jitter": 4, "always": 99}.get(fails, 0)
+        if number <= failing or (fails == "in float32" and matrix.dtype == torch.float32):
+            raise torch.linalg.LinAlgError("The algorithm failed to converge because the input matrix is ill-conditioned")
+        return decompose(matrix, **settings)
+
+    monkeypatch.setattr(torch.linalg, "eigh", stubborn)
+    values, vectors = symmetric_eigen(gram.triu())  # by what is above the diagonal
+    assert values.dtype == vectors.dtype == torch.float32
+    assert len(calls) > 1
+    largest = float(gram.abs().max())
+    torch.testing.assert_close(values, true.eigenvalues, rtol=1e-4, atol=1e-5 * largest)
+    torch.testing.assert_close(vectors @ torch.diag_embed(values) @ vectors.mT, gram, rtol=1e-4, atol=1e-5 * largest)
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(20).expand(2, 20, 20), rtol=0, atol=1e-5)
+
+
+def test_what_is_not_finite_has_no_eigenvectors() -> None:
+    with pytest.raises(ValueError, match=r"the curvature is not finite.*standardise the inputs"):
+        symmetric_eigen(torch.tensor([[1.0, math.inf], [math.inf, 1.0]]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -426,6 +428,112 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_folder_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    place = pl.Checkpoint(tmp_path / "run", steps=2)
+    seen: list[str] = []
+
+    def second(number: int, _: Any) -> None:
+        if number == 4:
+            with pytest.raises(RuntimeError, match="is in use by another run") as refused:
+                _fit("map", checkpoint=place)
+            seen.append(str(refused.value))
+
+    first = _fit("map", checkpoint=place, callbacks=[second])
+    assert str(tmp_path / "run") in seen[0]
+    assert _same(_fit("map", checkpoint=place), first)  # it is free again
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_folder_is_free_after_a_run_that_raised_or_was_killed(failed: bool, tmp_path: Path) -> None:
+    if failed:
+        with pytest.raises(Stop):
+            _fit("map", checkpoint=pl.Checkpoint(tmp_path, steps=1), callbacks=[_stop_at(3)])
+    else:
+        hold = (
+            "import pathlib, sys; from plausible.core.storage import FolderLock; lock = FolderLock(pathlib.Path(sys.argv[1]))"
+        )
+        wait = "print(1, flush=True); sys.stdin.read()"
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"{hold}; {wait}", str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        with pytest.raises(RuntimeError, match="is in use by another run"):
+            _fit("map", checkpoint=tmp_path)
+        child.kill()
+        child.communicate()
+    assert _same(_fit("map"), _fit("map", checkpoint=tmp_path))
+
+
+def test_a_link_where_the_folder_is_tried_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".writable").symlink_to(tmp_path / "thesis.tex")
+    _fit("map", checkpoint=tmp_path / "run")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_write_that_fails_is_no_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls, write = _fit("sgld"), [], storage.write_atomically
+
+    def full(path: Path, content: bytes) -> None:
+        calls.append(path.name)
+        if 2 < len(calls) < 6:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(storage, "write_atomically", full)
+    place = pl.Checkpoint(tmp_path / "run", steps=2)
+    with pytest.warns(UserWarning, match=r"could not be written to .*run.*No space left on device.*tries again") as said:
+        fitted = _fit("sgld", checkpoint=place)
+    assert len([one for one in said if "could not be written" in str(one.message)]) == 1
+    assert _same(fitted, whole)
+    assert json.loads((tmp_path / "run" / "checkpoint.json").read_text())["finished"]
+    assert _same(_fit("sgld", checkpoint=place), whole)
+
+
+@pytest.mark.parametrize("name", ["map", "sgld"])
+def test_a_folder_that_is_deleted_is_no_end_of_the_run(name: str, tmp_path: Path) -> None:
+    def delete(number: int, _: Any) -> None:
+        if number == 9:
+            shutil.rmtree(tmp_path / "run")
+
+    place = pl.Checkpoint(tmp_path / "run", steps=3)
+    with pytest.warns(UserWarning, match="was deleted while the run wrote its checkpoints"):
+        fitted = _fit(name, checkpoint=place, callbacks=[delete])
+    assert _same(fitted, _fit(name))
+    assert _same(_fit(name, checkpoint=place), fitted)
+
+
+def test_draws_wait_in_memory_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, full = storage.write_tensors, [True]
+
+    def tried(path: Path, tensors: Any) -> str:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    monkeypatch.setattr(storage, "write_tensors", tried)
+    writer = storage.DrawWriter(tmp_path / "draws", shard_bytes=8, retries=True)
+    writer.add({"w": torch.tensor([0.0])})
+    with pytest.warns(UserWarning, match="stay in memory"):
+        writer.add({"w": torch.tensor([1.0])})
+    writer.add({"w": torch.tensor([2.0])})  # tried again later, without a word
+    full[0] = False
+    for k in range(3, 8):
+        writer.add({"w": torch.tensor([float(k)])})
+    store = writer.store()
+    assert store is not None
+    assert torch.equal(storage.gather(store)["w"][:, 0], torch.arange(8.0))
+    assert writer.files
+    (tmp_path / "draws" / writer.files[0]["file"]).unlink()
+    writer.add({"w": torch.tensor([8.0])})
+    with pytest.warns(UserWarning, match="4 draws are lost"):
+        store = writer.store()
+    assert store is not None
+    assert torch.equal(storage.gather(store)["w"][:, 0], torch.arange(4.0, 9.0))
+
+
 def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="is a file, expected a folder"):
@@ -439,10 +547,18 @@ def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"seconds": 0.0}, "seconds must be positive"), ({"steps": 0}, "steps must be at least 1")]
+    ("settings", "message"),
+    [
+        ({"seconds": 0.0}, "seconds must be positive"),
+        ({"seconds": math.nan}, "seconds must be positive, got nan"),
+        ({"seconds": "5m"}, "seconds must be a number, got '5m'"),
+        ({"seconds": True}, "seconds must be a number, got True"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
+    ],
 )
 def test_bad_checkpoint_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         pl.Checkpoint("run", **settings)
 
 

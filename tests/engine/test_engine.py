@@ -697,3 +697,38 @@ def test_weights_that_decay_are_flushed_before_they_slow_products_down() -> None
     prior = {"0.weight": pl.priors.Gaussian(0.5), "*": pl.priors.Flat()}
     posterior = pl.fit(net, (torch.randn(20, 2), torch.randn(20, 1)), method, prior=prior, progress=False, compile=False)
     assert torch.equal(posterior.weights()["0.weight"], torch.zeros(1, 4, 2))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pl.MeanField(epochs=60, batch_size=10),
+        pl.Laplace(mode=pl.MAP(epochs=60, batch_size=10)),
+        pl.IVON(epochs=60, batch_size=10),
+        pl.VOGN(epochs=60, batch_size=10),
+        pl.Refined(epochs=60, batch_size=10, refinements=1, draws_kept=3),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_divergence_after_good_steps_has_the_last_good_posterior(method: pl.Method) -> None:
+    class Poisoned(nn.Linear):
+        """Gives NaN from its 80th training pass on."""
+
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).passes += self.training
+            return super().forward(x) * (float("nan") if self.training and self.passes > 80 else 1.0)
+
+    Poisoned.passes = 0
+    likelihood = pl.likelihoods.Gaussian(scale=0.5)
+    x, y = _data()
+    with pytest.raises(pl.DivergenceError) as caught:
+        pl.fit(nn.Sequential(Poisoned(2, 1)), (x, y), method, likelihood=likelihood, **QUIET)
+    posterior = caught.value.posterior
+    assert posterior is not None
+    assert posterior.run["steps"] > 10
+    assert posterior.interrupted
+    pred = posterior.predict(x)
+    assert bool(torch.isfinite(pred.mean).all())
+    assert bool((pred.epistemic > 0).all())

@@ -123,6 +123,7 @@ KNOWN = Facts("MAP", rows=100, weights=50, seen=-1.0, constant=-1.4, unseen=-1.1
             "shrunk to 1.0\u00a0% of the targets' standard deviation",
         ),
         ({"rhat": 1.09}, ""),
+        ({"infinite": 3}, "The predictive variance is infinite or NaN at 3 rows"),
         ({"rhat": 1.3}, "The chains disagree about f(x): the worst R̂ is 1.30"),
     ],
 )
@@ -152,3 +153,17 @@ def test_doubts_are_saved_and_estimators_warn_their_caller(tmp_path: Path) -> No
         tmp_path / "run", estimator.network_ if hasattr(estimator, "network_") else estimator.posterior_.model.network
     )
     assert again.run["doubts"] == [str(caught[0].message)]
+
+
+@pytest.mark.parametrize(
+    "method", [pl.SGLD(epochs=20, batch_size=20, lr=1e-3), pl.Refined(epochs=5, batch_size=20)], ids=lambda m: type(m).__name__
+)
+def test_infinite_variances_are_not_returned_without_a_word(method: pl.Method) -> None:
+    x = torch.randn(60, 2)
+    warned = said(net(2, hidden=8), (x, 1e8 * x[:, :1]), method, likelihood=pl.likelihoods.Gaussian())
+    assert any("The predictive variance is infinite" in one for one in warned)
+
+
+def test_a_law_without_a_variance_is_no_reason_to_doubt() -> None:
+    cauchy = pl.likelihoods.StudentT(df=1.0, scale=0.2)
+    assert not any("variance" in one for one in said(net(), wave(), pl.MAP(epochs=20), likelihood=cauchy))

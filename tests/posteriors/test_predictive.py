@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
+import plausible as pl
 from plausible.core.likelihoods import (
     Bernoulli,
     Categorical,
@@ -487,3 +488,16 @@ def test_an_offset_of_any_size_leaves_the_spread_alone(offset: float) -> None:
     torch.testing.assert_close(
         moved.log_prob(offset + 2 * y) + math.log(2), plain.log_prob(y.float()).double(), rtol=1e-4, atol=1e-5
     )
+
+
+def test_predictions_are_of_what_was_given_whatever_becomes_of_the_buffer() -> None:
+    x = np.linspace(-1, 1, 10, dtype=np.float32).reshape(5, 2)
+    fixed = pl.likelihoods.Gaussian(scale=0.5)
+    for method in (pl.MAP(epochs=2), pl.Laplace(mode=pl.MAP(epochs=2))):
+        posterior = pl.fit(nn.Linear(2, 1), (x.copy(), x[:, :1].copy()), method, likelihood=fixed, progress=False)
+        buffers: list[Any] = [x.copy(), torch.from_numpy(x.copy())]
+        truth = posterior.predict(x).mean
+        for buffer in buffers:
+            pred = posterior.predict(buffer)
+            buffer[:] = 7.0  # the next batch
+            assert torch.equal(pred.mean, truth)

@@ -178,7 +178,10 @@ def as_targets(y: Any, mask: Any, *, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
-    tensor = as_tensor(weight, "weights").to(dtype)
+    tensor = as_tensor(weight, "weights")
+    if tensor.is_complex():
+        raise TypeError(f"example weights must be real, got {tensor.dtype}")
+    tensor = tensor.to(dtype)
     if tensor.shape != (count,):
         raise ValueError(f"example weights must have shape ({count},), one per example, got {tuple(tensor.shape)}")
     _check_finite(tensor, "weights")
@@ -190,6 +193,6 @@ def as_example_weights(weight: Any, count: int, dtype: torch.dtype) -> Tensor:
 def refuse_nothing_left(weight: Tensor | None, mask: Tensor | None) -> None:
     """Weights that are all zero, or a mask that hides all: an error for the whole data, though not for one batch of a stream."""
     if mask is not None and not bool(mask.any()):
-        raise ValueError("mask hides every target: nothing is left to learn from")
+        raise ValueError("mask (or ignore_index) hides every target: nothing is left to learn from")
     if weight is not None and not bool((weight > 0).any()):
         raise ValueError("example weights are all zero: nothing is left to learn from")

@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from plausible.core.conversion import as_example_weights, as_inputs, as_targets, is_frame, refuse_nothing_left
 from plausible.core.random import generator, isolated, permutation
-from plausible.core.weights import tensors, tree_map
+from plausible.core.weights import clone, tensors, tree_map
 from plausible.core.words import log
 
 
@@ -150,7 +150,7 @@ class StreamData:
     dtype: torch.dtype
     device: torch.device
     mask: Any = None
-    check: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    check: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
     told: bool = False
 
     resident = False
@@ -161,17 +161,21 @@ class StreamData:
         return not isinstance(self.source, DataLoader) and hasattr(self.source, "__getitem__")
 
     def convert(self, item: Any) -> Batch:
-        """A collated item (x, y) or (x, y, weights) → a checked batch on the device."""
+        """A collated item (x, y), (x, y, weights) or {…, "labels"} → a checked batch on the device."""
+        item = taken_apart(item)
         if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
             kind = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-            raise ValueError(f"data must yield (x, y) or (x, y, weights), got a {kind}; wrap your data set so that it does")
+            raise ValueError(
+                f"data must yield (x, y), (x, y, weights) or a mapping with 'labels', got a {kind}; wrap your data set so that "
+                "it does"
+            )
         x, y, *rest = item
         x = as_inputs(x, dtype=self.dtype, device=self.device)
         y, observed = as_targets(y, self.mask, dtype=self.dtype)
         if num_rows(x) != len(y):
             raise ValueError(f"x has {num_rows(x)} examples and y has {len(y)} in one batch: they must be equally many")
         if self.check is not None:
-            y = self.check(y, observed)
+            y, observed = self.check(y, observed)
         weight = as_example_weights(rest[0], len(y), self.dtype).to(self.device) if rest else None
         return Batch(x, y.to(self.device), weight, None if observed is None else observed.to(self.device))
 
@@ -179,7 +183,7 @@ class StreamData:
         # data sets are made for Python integers
         items = [self.source[int(i)] for i in index]
         try:
-            return self.convert(default_collate(items))
+            return self.convert(collated(items))
         except RuntimeError as error:
             raise ValueError(f"data: examples cannot be put into one batch, do they differ in shape? {error}") from None
 
@@ -235,10 +239,13 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     """Whatever the user has → `ArrayData` or `StreamData`, checked.
 
     `(x, y)` or `(x, y, weights)` of tensors, arrays or frames (x may be a tree of them); a `TensorDataset`, any map-style
-    `Dataset`, or a `DataLoader` (an iterable one needs `num_data`).
+    `Dataset`, or a `DataLoader` (an iterable one needs `num_data`). Where y would be, a mapping may have it as "labels" or "label".
     """
     if isinstance(data, (ArrayData, StreamData)):
         return data
+    if num_data is not None and (isinstance(num_data, bool) or not hasattr(num_data, "__index__")):
+        raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
+    data = taken_apart(data)
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
@@ -263,6 +270,21 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     return StreamData(source, total, dtype, device, mask)
 
 
+def taken_apart(item: Any) -> Any:
+    """A mapping with "labels" (or "label") as (inputs, targets), the inputs by name; anything else as it is."""
+    if not isinstance(item, Mapping) or is_frame(item):
+        return item
+    name = next((name for name in ("labels", "label") if name in item), None)
+    return item if name is None else ({key: value for key, value in item.items() if key != name}, item[name])
+
+
+def collated(items: list[Any]) -> Any:
+    """Examples as one batch; the lists of numbers that mappings hold in some data sets are arrays."""
+    if isinstance(items[0], Mapping):
+        items = [{k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in item.items()} for item in items]
+    return default_collate(items)
+
+
 def _is_dataset(data: Any) -> bool:
     """Whether this is a loader, or has rows that can be asked for and is no array."""
     if isinstance(data, (DataLoader, Dataset)):
@@ -271,18 +293,23 @@ def _is_dataset(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not array
 
 
-def read_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """`as_inputs`, also of a data set or a loader: read once, in its order and into memory, targets and weights left out."""
+def read_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, own: bool = False) -> Any:
+    """`as_inputs`, also of a data set or a loader: read once, in its order and into memory, targets and weights left out.
+
+    With `own` nothing of it lies in the caller's memory.
+    """
     if isinstance(x, TensorDataset):
         x = x.tensors[0]
     if not _is_dataset(x) or hasattr(x, "__array__"):
-        return as_inputs(x, dtype=dtype, device=device)
-    loader = x if isinstance(x, DataLoader) else DataLoader(x, batch_size=256)
+        inputs = as_inputs(x, dtype=dtype, device=device)
+        return clone(inputs) if own else inputs
+    loader = x if isinstance(x, DataLoader) else DataLoader(x, batch_size=256, collate_fn=collated)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)):
         raise ValueError("x is a loader that shuffles, so nobody could tell which row a prediction is for; use shuffle=False")
     with isolated(0):  # loaders draw from torch's global generator, and rows that are augmented should be the same each time
-        items = [item[0] if isinstance(item, (tuple, list)) and 1 <= len(item) <= 3 else item for item in loader]
+        parted = map(taken_apart, loader)
+        items = [item[0] if isinstance(item, (tuple, list)) and 1 <= len(item) <= 3 else item for item in parted]
     if not items:
         raise ValueError("x is empty: there is nothing to predict")
     parts = [as_inputs(item, dtype=dtype, device=device) for item in items]

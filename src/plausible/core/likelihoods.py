@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions
 
 from plausible.core import distributions as densities
-from plausible.core.serialise import register
+from plausible.core.serialise import check_count, register
 from plausible.core.special import widest
 from plausible.core.transforms import transformed
 
@@ -70,12 +70,12 @@ class Likelihood(ABC):
         expected = self.target_shape(outputs_shape)
         if tuple(targets.shape) != expected:
             raise _shape_error(type(self).__name__, outputs_shape, expected, tuple(targets.shape))
-        if mask is not None:
-            if mask.dtype != torch.bool or mask.shape != targets.shape:
-                raise ValueError(
-                    f"mask must be boolean (True where a target was observed) and shaped like the targets, "
-                    f"{list(targets.shape)}; got {mask.dtype} of shape {list(mask.shape)}"
-                )
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != targets.shape):
+            raise ValueError(
+                f"mask must be boolean (True where a target was observed) and shaped like the targets, "
+                f"{list(targets.shape)}; got {mask.dtype} of shape {list(mask.shape)}"
+            )
+        if (mask := self.observed(targets, mask)) is not None:
             targets = torch.where(mask, targets, torch.zeros_like(targets))
         _check_values(self.kind, targets, outputs_shape)
         return targets
@@ -87,6 +87,10 @@ class Likelihood(ABC):
     def in_units(self, outputs: Tensor) -> Tensor:
         """Outputs that are locations of the targets in the units of these; other outputs as they are."""
         return outputs
+
+    def observed(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:  # noqa: ARG002
+        """The mask of targets that count, shaped like them: here what was given (None: all of them)."""
+        return mask
 
     def _refuse_broadcasting(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets must be the trailing axes of [..., N, *]: static shapes only, free of cost in a compiled step."""
@@ -102,10 +106,22 @@ class Categorical(Likelihood):
     """p(y = c | f) = exp(f_c) / Σ_k exp(f_k).
 
     Outputs are logits [..., N, C] with the class axis last (dense: [..., N, H, W, C]); targets are integers in [0, C)
-    of shape [N] (dense: [N, H, W]).
+    of shape [N] (dense: [N, H, W]). Targets equal to `ignore_index` (-100 by the custom of others; None: there are none) say
+    nothing: they are left out of fits, densities and metrics.
     """
 
+    ignore_index: int | None = None
     kind: ClassVar[str] = "classes"
+
+    def __post_init__(self) -> None:
+        if self.ignore_index is not None:
+            check_count(self, "ignore_index", at_least=None)
+
+    def observed(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        if self.ignore_index is None:
+            return mask
+        said = targets != self.ignore_index
+        return said if mask is None else said & mask
 
     def __call__(self, outputs: Tensor, weights: Mapping[str, Tensor] | None = None) -> distributions.Categorical:  # noqa: ARG002
         return distributions.Categorical(logits=outputs, validate_args=False)
@@ -114,14 +130,20 @@ class Categorical(Likelihood):
         self._refuse_broadcasting(outputs, targets)
         # the fused kernel, where there are no draws in front
         if outputs.ndim == 2:
-            return -F.cross_entropy(outputs, targets.long(), reduction="none")
-        index = targets.long().expand(outputs.shape[:-1]).unsqueeze(-1)
-        return outputs.log_softmax(-1).gather(-1, index).squeeze(-1)
+            return -F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=self._ignored)
+        observed = self.observed(targets)
+        classes = targets.long() if observed is None else torch.where(observed, targets.long(), 0)
+        each = outputs.log_softmax(-1).gather(-1, classes.expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+        return each if observed is None else torch.where(observed, each, 0.0)
 
     def total(self, outputs: Tensor, targets: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         if outputs.ndim == 2 and outputs.shape[:1] == targets.shape:
-            return -F.cross_entropy(outputs, targets.long(), reduction="sum")
+            return -F.cross_entropy(outputs, targets.long(), reduction="sum", ignore_index=self._ignored)
         return super().total(outputs, targets, weights)
+
+    @property
+    def _ignored(self) -> int:
+        return -100 if self.ignore_index is None else self.ignore_index  # PyTorch's own default, which no checked class is
 
     def target_shape(self, outputs_shape: Sequence[int]) -> tuple[int, ...]:
         if len(outputs_shape) < 2 or outputs_shape[-1] == 1:
@@ -502,7 +524,10 @@ def _check_values(kind: str, targets: Tensor, outputs_shape: Sequence[int]) -> N
     if kind == "classes":
         last = outputs_shape[-1] - 1
         rule = f"class labels must lie in 0..{last}, because the network has {last + 1} outputs"
-        refuse((targets < 0) | (targets > last), rule, "number the classes from 0 and give each one output")
+        fix = "number the classes from 0 and give each one output"
+        if bool((targets == -100).any()):
+            fix = "where -100 marks targets to leave out, use likelihoods.Categorical(ignore_index=-100)"
+        refuse((targets < 0) | (targets > last), rule, fix)
     elif kind == "binary":
         fix = "use likelihoods.Categorical() for more than two classes"
         refuse((targets != 0) & (targets != 1), "targets must be 0 or 1", fix)

@@ -40,6 +40,7 @@ from plausible.core.networks import (
 from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
 from plausible.core.transforms import transformed, value_and_gradient
+from plausible.core.turns import alone
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
@@ -65,8 +66,9 @@ class Model:
     `initial` are the weights at which it was built, by name: their shapes, types and device are those of every weight given
     later. `random` names the weights that are inferred, `points` those that are trained along as points (`where` left them
     out); parameters with `requires_grad=False` stay as they are, and so do the submodules named in `evaluated`, which run in
-    evaluation mode even in training (a frozen batch norm, say). Build it with `Model.build`, which runs the network once on a
-    few examples to learn its shapes; change it by `dataclasses.replace` and the functions `Model → Model` below.
+    evaluation mode even in training (a frozen batch norm, say). A network that `writes` to its inputs is given copies. Build it
+    with `Model.build`, which runs the network once on a few examples to learn its shapes; change it by `dataclasses.replace` and
+    the functions `Model → Model` below.
     """
 
     network: nn.Module
@@ -82,6 +84,7 @@ class Model:
     temperature: Any = 1.0  # a number, or a 0-d tensor where settings are stacked
     precision: torch.dtype | None = None
     evaluated: tuple[str, ...] = ()
+    writes: dict[bool, bool] = field(default_factory=dict, repr=False)  # to inputs, in training or not; where that is known
     closed: dict[str, float] | None = field(init=False, repr=False)  # precisions by name, where the prior is a centred Gaussian
     points: tuple[str, ...] = field(init=False, repr=False)
     likelihood_names: tuple[str, ...] = field(init=False, repr=False)
@@ -163,6 +166,21 @@ class Model:
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights
     def _call(self, variables: Mapping[str, Tensor], x: Any) -> Any:
+        """The network's result. `x /= 255` inside it would change the caller's data, and the results of every pass but the first.
+
+        So it gets a copy until a pass has shown that it does not write, in training and in evaluation mode each.
+        """
+        compiling, mode = torch.compiler.is_compiling(), self.network.training  # compilers leave needless copies out
+        if not compiling and not self.writes.get(mode, True):
+            return self._run(variables, x)
+        x = tree.tree_map(Tensor.clone, x)
+        result = self._run(variables, x)
+        leaves = [] if compiling else tree.tensors(x)
+        if leaves and mode not in self.writes and not any(map(_versionless, leaves)):
+            self.writes[mode] = any(leaf._version for leaf in leaves)
+        return result
+
+    def _run(self, variables: Mapping[str, Tensor], x: Any) -> Any:
         arguments, keywords = self._spread(x)
         if transformed():
             of_network = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
@@ -378,10 +396,15 @@ class Model:
         first = _first(self.initial)
         inputs = read_inputs(x, dtype=first.dtype, device=first.device)
         stacked = self.prior.sample(self.initial, stream_of(seed, 11), draws)
-        with torch.no_grad():
+        with torch.no_grad(), alone():
             outputs = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
         return torch.stack(outputs)
 
 
 def _first(weights: Mapping[str, Tensor]) -> Tensor:
     return next(iter(weights.values()))
+
+
+def _versionless(tensor: Tensor) -> bool:
+    """Whether PyTorch does not count the writes to it."""
+    return tensor.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)

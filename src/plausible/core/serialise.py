@@ -195,11 +195,19 @@ def check_number(
         object.__setattr__(owner, name, number)
 
 
-def check_count(owner: Any, name: str, *, at_least: int = 1) -> None:
+def check_switch(owner: Any, *names: str) -> None:
+    """Refuse what is neither True nor False: any text counts as true in Python, "no" as well."""
+    for name in names:
+        if not isinstance(value := getattr(owner, name), bool):
+            raise TypeError(f"{type(owner).__qualname__}: {name} must be True or False, got {value!r}")
+
+
+def check_count(owner: Any, name: str, *, at_least: int | None = 1) -> None:
+    """Store this field of a frozen dataclass as an integer, or say what it should have been; for `__post_init__`."""
     value = getattr(owner, name)
     label = type(owner).__qualname__
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{label}: {name} must be a whole number, got {value!r} of type {type(value).__qualname__}")
-    if value < at_least:
+    if at_least is not None and value < at_least:
         raise ValueError(f"{label}: {name} must be at least {at_least}, got {name}={value!r}")
     object.__setattr__(owner, name, int(value))

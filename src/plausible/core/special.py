@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy.linalg
 import scipy.special
 import torch
 from torch import Tensor
@@ -17,6 +18,45 @@ def double(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+JITTERS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6)  # of the largest entry, on the diagonal of matrices that resist
+
+
+def symmetric_eigen(matrix: Tensor, what: str = "the curvature") -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of symmetric matrices [..., n, n] by their parts above the diagonal; never fails.
+
+    LAPACK and cuSOLVER may not converge on ill-conditioned matrices, or leave NaN. Such are taken one by one, scaled, in float64 on
+    the CPU, and with growing jitter. `what` is the matrix in the message of the ValueError where its entries are not finite.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix, UPLO="U")
+        if bool(torch.isfinite(values.sum() + vectors.sum())):
+            return values, vectors
+    except torch.linalg.LinAlgError:
+        pass
+    if not bool(torch.isfinite(matrix.triu()).all()):
+        raise ValueError(f"{what} is not finite: outputs or gradients are too large for their type; standardise the inputs")
+    size = matrix.shape[-1]
+    pairs = [_eigen_of_one(one) for one in matrix.detach().to("cpu", torch.float64).reshape(-1, size, size)]
+    values, vectors = (torch.stack(part).to(matrix) for part in zip(*pairs))
+    return values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
+
+
+def _eigen_of_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`symmetric_eigen` of one matrix [n, n] in float64 on the CPU, where the first attempt has failed."""
+    scale = matrix.triu().abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)
+    scaled = matrix.triu() / scale
+    for jitter in JITTERS:
+        try:
+            values, vectors = torch.linalg.eigh(scaled + jitter * torch.eye(len(matrix), dtype=matrix.dtype), UPLO="U")
+        except torch.linalg.LinAlgError:
+            continue
+        if bool(torch.isfinite(values.sum() + vectors.sum())):
+            return (values - jitter) * scale, vectors
+    # iterations of another kind, which are slower and do not fail
+    values, vectors = scipy.linalg.eigh(scaled.numpy(), lower=False, driver="ev")
+    return torch.as_tensor(values) * scale, torch.as_tensor(vectors)
 
 
 def stirling_error(a: Tensor) -> Tensor:

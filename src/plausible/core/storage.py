@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from plausible.core.weights import Weights, concatenate, num_bytes
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def beside(path: Path) -> Path:
@@ -129,12 +135,48 @@ def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "pa
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # before hours of work, not after them
-        probe = folder / ".writable"
-        probe.write_bytes(b"")
+        probe = beside(folder / "writable")
+        probe.touch(exist_ok=False)  # a new file: nothing that lies there already is opened
         probe.unlink()
     except OSError as error:
         raise PermissionError(f"{name}={str(folder)!r} cannot be written: {error.strerror or error}") from None
     return folder
+
+
+class FolderLock:
+    """A folder that one run alone writes to: the system holds the lock and lets it go with the process, however that ends.
+
+    BlockingIOError where another holds it. Where the system or the file system has no such locks, nothing is held.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._handle = folder, -1
+        if fcntl is None:
+            return
+        self._handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError:  # some network file systems
+            self.release()
+
+    def in_place(self) -> bool:
+        """Whether the folder is still there, and the one that was locked."""
+        if self._handle < 0:
+            return self.folder.is_dir()
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self.folder))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        if self._handle >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for processes that were forked off and hold it too
+            os.close(self._handle)
+            self._handle = -1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,7 +351,7 @@ def moved(store: DrawStore, device: torch.device | str) -> DrawStore:
 class WriterMark(NamedTuple):
     """What a writer held at some moment."""
 
-    shards: int
+    shards: list[dict[str, Any]]
     pending: list[Weights]
 
 
@@ -317,13 +359,15 @@ class DrawWriter:
     """Collects draws; with a folder, streams them to shard files of bounded size.
 
     Memory holds at most one shard. What is pending (not yet in a shard) belongs to the checkpoint, so that a killed run resumes
-    without losing or repeating a draw.
+    without losing or repeating a draw. A writer that `retries` keeps draws in memory where a shard cannot be written, with a
+    warning, and tries again when there are twice as many.
     """
 
     SHARD_BYTES = 64 * 2**20
 
-    def __init__(self, folder: Path | None = None, shard_bytes: int | None = None):
-        self.folder, self.shard_bytes = folder, shard_bytes or self.SHARD_BYTES
+    def __init__(self, folder: Path | None = None, shard_bytes: int | None = None, *, retries: bool = False):
+        self.folder, self.shard_bytes, self.retries = folder, shard_bytes or self.SHARD_BYTES, retries
+        self._patience = 1
         self.files: list[dict[str, Any]] = []
         self.pending: list[Weights] = []
 
@@ -336,28 +380,48 @@ class DrawWriter:
 
     def add_block(self, draws: Weights) -> None:
         self.pending.append(draws)
-        if self.folder is not None and num_bytes(draws) * len(self.pending) >= self.shard_bytes:
+        if self.folder is None or num_bytes(draws) * len(self.pending) < self._patience * self.shard_bytes:
+            return
+        try:
             self.flush()
+            self._patience = 1
+        except OSError as error:
+            if not self.retries:
+                raise
+            if self._patience == 1:
+                problem = f"draws could not be written to {str(self.folder)!r} ({error.strerror or error})"
+                warnings.warn(f"{problem}: they stay in memory, and are tried again", UserWarning, stacklevel=2)
+            self._patience *= 2
 
     def flush(self) -> None:
         if not self.pending or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"draws-{len(self.files):05d}.safetensors"
+        number = 1 + int(self.files[-1]["file"][6:11]) if self.files else 0
+        name = f"draws-{number:05d}.safetensors"
         sha256 = write_tensors(self.folder / name, concatenate(self.pending))
         self.files.append({"file": name, "draws": sum(map(_length, self.pending)), "sha256": sha256})
         self.pending = []
 
     def mark(self) -> WriterMark:
         """The present moment, for `back_to` (it keeps the pending draws alive, at most a shard of them)."""
-        return WriterMark(len(self.files), list(self.pending))
+        return WriterMark(list(self.files), list(self.pending))
 
     def back_to(self, mark: WriterMark) -> None:
         """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
         # files stay on disk and are written over: nothing refers to them
-        self.files, self.pending = self.files[: mark.shards], list(mark.pending)
+        self.files, self.pending = list(mark.shards), list(mark.pending)
+
+    def forget_deleted(self) -> None:
+        """Leave shards out that somebody has deleted, with a warning."""
+        there = [shard for shard in self.files if self.folder is None or (self.folder / shard["file"]).is_file()]
+        if lost := sum(int(shard["draws"]) for shard in self.files) - sum(int(shard["draws"]) for shard in there):
+            problem = f"{lost:,} draws are lost: their files in {str(self.folder)!r} were deleted"
+            warnings.warn(f"{problem}; the run goes on without them", UserWarning, stacklevel=2)
+        self.files = there
 
     def store(self) -> DrawStore | None:
+        self.forget_deleted()
         if not len(self):
             return None
         if not self.files:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,8 +38,14 @@ class Checkpoint:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0:
+        if not isinstance(self.path, (str, Path)):
+            raise TypeError(f"checkpoint path must be a folder, got {self.path!r}")
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, numbers.Real):
+            raise TypeError(f"checkpoint seconds must be a number, got {self.seconds!r}")
+        if not self.seconds > 0:  # nor NaN
             raise ValueError(f"checkpoint seconds must be positive, got {self.seconds}")
+        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, numbers.Integral)):
+            raise TypeError(f"checkpoint steps must be a whole number, got {self.steps!r}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"checkpoint steps must be at least 1, got {self.steps}")
 
@@ -76,7 +84,11 @@ class Resumed(NamedTuple):
 
 
 class Checkpointer:
-    """Writes and reads one run's checkpoints."""
+    """Writes and reads one run's checkpoints; inside its `with` block the folder is this run's alone.
+
+    The state is in memory, so a checkpoint that cannot be written is no end of the run: it warns, and is tried again when the next
+    one is due.
+    """
 
     def __init__(self, settings: Checkpoint, identity: Mapping[str, Any]):
         self.settings, self.identity = settings, dict(identity)
@@ -96,6 +108,21 @@ class Checkpointer:
                 )
         self.folder = storage.prepare_folder(folder, overwrite=True, name="checkpoint")
         self.last_time, self.last_step = time.monotonic(), 0
+        self._lock: storage.FolderLock | None = None
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        try:
+            self._lock = storage.FolderLock(self.folder)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"checkpoint={str(self.folder)!r} is in use by another run: wait for its end, or use another folder"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def draws_folder(self) -> Path:
@@ -116,7 +143,42 @@ class Checkpointer:
         *,
         finished: bool,
     ) -> None:
-        """Write a checkpoint atomically and remove the one before. Of `trees`, plain mappings keep their names."""
+        """Write a checkpoint atomically and remove the one before; warn where that fails. Of `trees`, plain mappings keep names."""
+        try:
+            self._return_to_folder()
+            self._write(step, trees, writer, record, random, finished=finished)
+            self._failed = False
+        except OSError as error:
+            if not self._failed or finished:
+                problem = (
+                    f"the checkpoint of step {step} could not be written to {str(self.folder)!r} ({error.strerror or error})"
+                )
+                then = "the result is in memory alone" if finished else "the run goes on and tries again"
+                warnings.warn(f"{problem}: {then}", UserWarning, stacklevel=2)
+            self._failed = True
+        self.last_time, self.last_step = time.monotonic(), step
+
+    def _return_to_folder(self) -> None:
+        """Make the folder again, and lock it, where somebody has deleted it."""
+        if self._lock is None or self._lock.in_place():
+            return
+        problem = f"the folder {str(self.folder)!r} was deleted while the run wrote its checkpoints to it"
+        warnings.warn(f"{problem}: it is made again", UserWarning, stacklevel=2)
+        self._lock.release()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = storage.FolderLock(self.folder)
+
+    def _write(
+        self,
+        step: int,
+        trees: Mapping[str, Any],
+        writer: DrawWriter,
+        record: dict[str, Any],
+        random: Mapping[str, Tensor],
+        *,
+        finished: bool,
+    ) -> None:
+        writer.forget_deleted()
         named = {f"{name}.{i}": leaf for name, tree in trees.items() for i, leaf in enumerate(tensors(tree))}
         record["names"] = {name: list(tree) for name, tree in trees.items() if isinstance(tree, dict)}
         named |= {f"random.{name}": value for name, value in random.items()}
@@ -140,11 +202,10 @@ class Checkpointer:
         storage.write_json(self.folder / "checkpoint.json", content)
         # older states, and what a killed process left half written, are no longer named by anything
         stale = [path for path in self.folder.glob("state-*.safetensors") if path.name != file]
-        for pattern in (".state-*", ".checkpoint.json.*", ".writable", "draws/.draws-*"):
+        for pattern in (".state-*", ".checkpoint.json.*", ".writable*", "draws/.draws-*"):
             stale += self.folder.glob(pattern)
         for path in stale:
             path.unlink(missing_ok=True)
-        self.last_time, self.last_step = time.monotonic(), step
 
     def load(self, writer: DrawWriter) -> Resumed | None:
         """The checkpoint in the folder, or None; refuses one of another run."""

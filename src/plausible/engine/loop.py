@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plausible.core import turns
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter, MemoryDraws, WriterMark
 from plausible.core.weights import clone, num_bytes, tensors
@@ -116,6 +117,7 @@ class Loop:
         with Interrupt() as interrupt, self._bar() as bar, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # said when the step was chosen
             while True:
+                turns.let_pass()
                 wish = self._segment(length, stepper) if self.done < self.plan.steps else 0
                 outcome = self.team.meet(Vote(self.done, wish, interrupt.requested, over), stepper.state)
                 if outcome.over:
@@ -128,7 +130,13 @@ class Loop:
                 infos = stepper.advance(mark.done, count, lambda n: self._after(n, stepper, interrupt))
                 self.seconds = time.monotonic() - started
                 rows = _stacked(infos)
-                self._refuse_divergence(rows, stepper.state, len(infos), mark, good)
+                try:
+                    self._refuse_divergence(rows, stepper.state, len(infos), mark, good)
+                except DivergenceError as error:
+                    # of methods that keep no draws the posterior is made of the last good state, by what `run` knows
+                    if self.place.method.traits.keeps_draws or self.team.size > 1 or not self.done:
+                        raise
+                    return self._fitted(interrupted=True)._replace(error=error)
                 good = mark if num_bytes(mark.state) <= self.TWO_MARKS else None
                 self.done = mark.done + len(infos)
                 self.state = stepper.state
@@ -338,7 +346,7 @@ class Loop:
             step,
             term,
         )
-        if self.place.last:
+        if self.place.last and self.place.method.traits.keeps_draws:
             if not self.plan.thin:
                 self._keep()
             if len(self.writer):

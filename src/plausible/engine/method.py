@@ -162,6 +162,7 @@ class Fitted(NamedTuple):
 
     `left` are the named tensors that the last stage left (its `kept`), for methods of several stages; `stages` has (name, steps,
     seconds) of each; `mode` says how the steps of the first were run: "eager", "compiled", "captured" or what its kernels are.
+    `error` is the divergence that ended a stage, of which this is what was good.
     """
 
     state: Any
@@ -173,6 +174,7 @@ class Fitted(NamedTuple):
     interrupted: bool = False
     left: Weights = {}  # noqa: RUF012  never written to
     stages: tuple[tuple[str, int, float], ...] = ()
+    error: DivergenceError | None = None
 
 
 class Stage:

@@ -12,9 +12,10 @@ from plausible.core.data import Data, StreamData, num_rows
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter
 from plausible.core.weights import Weights, num_elements
+from plausible.core.words import log
 from plausible.engine.checkpoint import Checkpoint, Checkpointer, Resumed
 from plausible.engine.loop import Callback, Loop, StagePlace, label
-from plausible.engine.method import Fitted, Method, Plan, Run, Stage
+from plausible.engine.method import DivergenceError, Fitted, Method, Plan, Run, Stage
 from plausible.engine.ranks import Team
 from plausible.engine.source import Source, WholeData
 from plausible.engine.stepper import decide, threads
@@ -44,19 +45,28 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
     """Run all stages of a method: the model and the run of the last one, and what it left.
 
     Ctrl-C ends the stage at hand; the ones after it still run, on what there is, and leave the checkpoint alone. A resumed run
-    begins with the stage that its checkpoint was written in.
+    begins with the stage that its checkpoint was written in. A divergence is raised; where no draws are kept it ends the stage
+    likewise, for the error's posterior.
     """
     team = options.team
     method = team.part(method)  # of an ensemble that is split over ranks, the members of this one
     _check_divisible(method, team)
-    keeper, resumed, writer, before = None, None, DrawWriter(), {}
     checkpoint = team.checkpoint(options.checkpoint)
-    if checkpoint is not None:
-        keeper = Checkpointer(checkpoint, {**team.identity, **options.identity})
-        writer = DrawWriter(keeper.draws_folder)
+    keeper = None if checkpoint is None else Checkpointer(checkpoint, {**team.identity, **options.identity})
+    with keeper or contextlib.nullcontext():
+        return _run(method, model, data, options, keeper)
+
+
+def _run(
+    method: Method, model: Model, data: Data, options: Options, keeper: Checkpointer | None
+) -> tuple[Model, Run[Any], Fitted]:
+    team, resumed, writer, before = options.team, None, DrawWriter(), {}
+    if keeper is not None:
+        writer = DrawWriter(keeper.draws_folder, retries=True)
         if (resumed := keeper.load(writer)) is not None:
             before = resumed.tree("before", model.device)
     stages = method.stages()
+    failed: DivergenceError | None = None
     earlier = _Earlier.of(resumed)
     first = len(earlier.stages)
     for number, stage in enumerate(stages[first:], start=first):
@@ -80,9 +90,16 @@ def run(method: Method, model: Model, data: Data, options: Options) -> tuple[Mod
         if fitted.interrupted:
             keeper = None  # what follows is built on a stage that a resumed run will go on with
             earlier.interrupted = True
+        failed = failed or fitted.error
         # what is left is asked of the stage that ran, under the model and the data that it saw
         before = stage.kept(model_here, run_here, fitted.state) if len(stages) > 1 else {}
         earlier.add(stage, fitted)
+    if failed is not None:
+        try:
+            failed.posterior = method.posterior(model_here, run_here, earlier.joined(fitted, before))
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            log.info("there is no posterior of the last good state: %s: %s", type(error).__name__, error)
+        raise failed
     return model_here, run_here, team.gather(method, model_here, run_here, earlier.joined(fitted, before))
 
 

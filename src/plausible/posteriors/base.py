@@ -15,12 +15,14 @@ from torch import Tensor
 
 from plausible.core import random
 from plausible.core import weights as tree
+from plausible.core.conversion import refuse_nothing_left
 from plausible.core.data import ArrayData, Data, as_data, num_rows, read_inputs, take
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import choose_device
 from plausible.core.serialise import Opaque
 from plausible.core.tables import Table
+from plausible.core.turns import alone
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
 from plausible.posteriors import pruning, saving, showing
@@ -112,9 +114,9 @@ class Posterior(ABC):
         """The Bayesian model average at x: a mixture over draws, evaluated in parts of `batch_size` inputs.
 
         x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
-        Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something.
+        Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something, of a copy of x.
         """
-        inputs, draws = self._asked(x, draws, batch_size)
+        inputs, draws = self._asked(x, draws, seed, batch_size)
         return Predictive(
             self.likelihood,
             lambda rows: self._evaluated(take(inputs, rows), draws, seed, batch_size),
@@ -123,18 +125,20 @@ class Posterior(ABC):
             output_shape=self.model.output_shape,
         )
 
-    def _asked(self, x: Any, draws: int | None, batch_size: int | None) -> tuple[Any, int | None]:
+    def _asked(self, x: Any, draws: int | None, seed: int, batch_size: int | None) -> tuple[Any, int | None]:
         """The arguments of `predict`, checked: the inputs as tensors, and the number of draws."""
-        inputs = self.inputs(x)
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+            raise TypeError(f"seed must be a whole number, got {seed!r}")
+        inputs = self.inputs(x, own=True)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
         self.try_inputs(inputs)
         return inputs, check_draws(draws)
 
-    def inputs(self, x: Any) -> Any:
-        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device."""
+    def inputs(self, x: Any, *, own: bool = False) -> Any:
+        """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device; `own`: as a copy."""
         like = example_of(self.model)
-        inputs = read_inputs(x, dtype=like.dtype, device=like.device)
+        inputs = read_inputs(x, dtype=like.dtype, device=like.device, own=own)
         if num_rows(inputs) == 0:
             raise ValueError("x is empty: there is nothing to predict")
         return inputs
@@ -249,9 +253,10 @@ class Posterior(ABC):
 
 @contextlib.contextmanager
 def naming_x() -> Iterator[None]:
-    """Turn errors of the network inside the block into a ValueError that names x."""
+    """Turn errors of the network inside the block into a ValueError that names x; threads take turns with it."""
     try:
-        yield
+        with alone():
+            yield
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
@@ -288,9 +293,12 @@ def data_for(model: Model, data: Any, mask: Any = None) -> Data:
 def checked(model: Model, data: Data) -> Data:
     """The data with their targets checked by the likelihood: those of arrays now, those of a stream batch by batch as they come."""
 
-    def check(y: Tensor, observed: Tensor | None) -> Tensor:
-        return model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=observed)
+    def check(y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        targets = model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)
+        return targets, model.likelihood.observed(y, mask)
 
     if isinstance(data, ArrayData):
-        return replace(data, batch=data.batch._replace(y=check(data.batch.y, data.batch.mask)))
+        y, mask = check(data.batch.y, data.batch.mask)
+        refuse_nothing_left(data.batch.weight, mask)
+        return replace(data, batch=data.batch._replace(y=y, mask=mask))
     return replace(data, check=check)

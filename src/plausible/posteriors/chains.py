@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plausible import engine
 from plausible.blocks.chains.tempering import log_ratio
-from plausible.core import random, serialise
+from plausible.core import random, serialise, turns
 from plausible.core import weights as tree
 from plausible.core.data import Data
 from plausible.core.model import Model
@@ -119,7 +119,7 @@ class ChainsPosterior(DrawsPosterior):
         method = _Continued(self.method, list(self.state), check_draws(draws) or 1)
         # noise inside the network goes on, and does not repeat that of the first run
         seed = random.key(self.seed, 13, int(self.run.get("steps", 0)))[1].item()
-        with torch.inference_mode(False), random.isolated(int(seed), self.device):
+        with turns.one_fit(), torch.inference_mode(False), random.isolated(int(seed), self.device):
             rows = self._data(data, mask)
             options = engine.Options(
                 seed=self.seed,

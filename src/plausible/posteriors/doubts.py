@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plausible.core.data import ArrayData, Batch, Data, select_rows, take
-from plausible.core.likelihoods import Likelihood, Scaled
+from plausible.core.likelihoods import Likelihood, Scaled, unscaled
 from plausible.core.model import Model
 from plausible.core.weights import num_elements
 from plausible.core.words import log, number, percent, plural
@@ -69,6 +69,8 @@ class Facts:
     """Whether weights were trained: a noise that chains have found is one of many, and not the end of a path."""
     bound: bool = False
     rhat: float | None = None
+    infinite: int = 0
+    """How many of the rows that were looked at have a predictive variance that is not finite."""
 
 
 def before(model: Model, data: Data, *, fresh: bool) -> list[Verdict]:
@@ -148,6 +150,18 @@ def warn(doubts: Sequence[Verdict]) -> None:
 # Rules
 
 
+def infinite(known: Facts) -> Verdict | None:
+    """Variances that overflowed, though no term of the training did."""
+    if not known.infinite:
+        return None
+    return Verdict(
+        "bad",
+        f"The predictive variance is infinite or NaN at {plural(known.infinite, 'row')} of the data.",
+        "A learned scale or the weights have run away: a rate was too high, or targets are in an unusual unit.",
+        "Standardise the targets, remove outliers, lower lr, or leave the likelihood out, which standardises inside.",
+    )
+
+
 def worse(known: Facts) -> Verdict | None:
     """No better than a prediction that ignores the inputs."""
     if known.constant is None:
@@ -217,7 +231,7 @@ def disagreeing(known: Facts) -> Verdict | None:
     )
 
 
-RULES = (worse, collapsed, apart, disagreeing)
+RULES = (infinite, worse, collapsed, apart, disagreeing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,6 +268,7 @@ def facts(posterior: Posterior, data: ArrayData, held: ArrayData | None = None) 
         trained=not posterior.method.traits.keeps_draws or posterior.num_draws(None) <= getattr(posterior, "chains", 1),
         bound="elbo" in posterior.history or "kl" in posterior.history,
         rhat=_rhat(posterior, near) if chains > 1 else None,
+        infinite=_infinite(posterior, near, draws),
     )
 
 
@@ -276,6 +291,15 @@ def _some(data: ArrayData, count: int) -> Batch:
 
 def _predictive(posterior: Posterior, batch: Batch, draws: int) -> Predictive:
     return posterior.predict(batch.x, draws)
+
+
+def _infinite(posterior: Posterior, batch: Batch, draws: int) -> int:
+    """Rows without a finite variance; 0 for a likelihood that has none by its nature."""
+    df = getattr(unscaled(posterior.likelihood), "df", "learned")
+    if not isinstance(df, str) and df <= 2:
+        return 0
+    pred = _predictive(posterior, batch, draws)
+    return int((~torch.isfinite(pred.variance)).reshape(len(pred), -1).any(1).sum())
 
 
 def _density(posterior: Posterior, batch: Batch, draws: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +18,7 @@ from plausible.blocks.moments.gaussians import Moments
 from plausible.core import likelihoods, random
 from plausible.core.likelihoods import Likelihood
 from plausible.core.special import widest
+from plausible.core.turns import cached
 from plausible.posteriors import gaussian_integrals as integrals
 from plausible.posteriors.predictive import _COPIES, BLOCK_BYTES, BUDGET_BYTES, Draws, Predictive, _Summary
 
@@ -120,7 +120,7 @@ class GaussianPredictive(Predictive):
         spread = spread.reshape(matrix if tuple(spread.shape) == matrix else (count, self._size))
         return Moments(mean.detach().reshape(count, self._size), spread.detach())
 
-    @cached_property
+    @cached
     def _full(self) -> bool:
         """Whether there are covariances, asked of the first input."""
         covariance = self._moments(slice(0, min(1, self.num_inputs))).covariance
@@ -181,7 +181,7 @@ class GaussianPredictive(Predictive):
             return self._size
         return self._size * max(integrals.NODES, self._nodes or integrals.scattered_count(self._size))
 
-    @cached_property
+    @cached
     def _summary(self) -> _Summary:
         if self.likelihood.kind in CLASSES:
             return _Summary(*self._binary_last(self._classes[1:]))
@@ -217,7 +217,7 @@ class GaussianPredictive(Predictive):
     def _log_probs(self) -> Tensor:
         return self._probit[0] if self.way == "probit" else self._classes[0]
 
-    @cached_property
+    @cached
     def _probit(self) -> tuple[Tensor, ...]:
         """Log probabilities, probabilities [N, ..., C] and entropies [N, ...] alone, for which nothing is integrated."""
 
@@ -227,7 +227,7 @@ class GaussianPredictive(Predictive):
 
         return self._joined(parts(f) for _, f in self._functions(2 * self._size))
 
-    @cached_property
+    @cached
     def _classes(self) -> tuple[Tensor, ...]:
         """Log probabilities, probabilities, E Var, Var E, each [N, ..., C], entropy and expected entropy, [N, ...]."""
         if self.way == "bridge":

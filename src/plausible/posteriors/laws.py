@@ -6,7 +6,6 @@ parameters, and around a mode the Gaussian of `linearised.py`.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -22,6 +21,7 @@ from plausible.core.draws import outputs_of_draws
 from plausible.core.model import Model
 from plausible.core.priors import Prior
 from plausible.core.serialise import Opaque
+from plausible.core.turns import cached
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
 from plausible.posteriors.base import Posterior, check_draws, record_of
@@ -137,7 +137,7 @@ class DiagonalGaussian(Law):
     def to(self, device: torch.device | str) -> Self:
         return type(self)(tree.to(self.means, device), tree.to(self.scales, device), self.settings["ways"])
 
-    @functools.cached_property
+    @cached
     def noise(self) -> Tensor:
         # noise in the widest type, rounded for narrower weights
         widest = max(self.means.values(), key=lambda mean: torch.finfo(mean.dtype).bits)
@@ -215,11 +215,11 @@ class FamilyLaw(Law):
         start = tree.to(like, "cpu")
         return cls(method.family, like, content.group("parameter", method.family(start).start(start, 1.0, random.key(0))))
 
-    @functools.cached_property
+    @cached
     def _noises(self) -> Weights:
         return self.family.noise(self.parameters)
 
-    @functools.cached_property
+    @cached
     def noise(self) -> Tensor:
         return next(iter(self._noises.values())).new_empty(1).expand(tree.num_elements(self._noises))
 
@@ -242,7 +242,7 @@ class FamilyLaw(Law):
     def scales(self) -> Weights:  # type: ignore[override]
         return self._moments[1]
 
-    @functools.cached_property
+    @cached
     @torch.no_grad()
     def _moments(self) -> tuple[Weights, Weights]:
         """In closed form, or over 1,000 draws where the family has none."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -26,6 +25,7 @@ from plausible.core.data import num_rows, take
 from plausible.core.draws import at_once
 from plausible.core.model import Model
 from plausible.core.priors import FanIn, Gaussian, Prior
+from plausible.core.turns import cached
 from plausible.core.weights import Weights
 from plausible.posteriors.base import naming_x
 from plausible.posteriors.gaussian_predictive import GaussianPredictive
@@ -64,18 +64,18 @@ class CurvedGaussian(Law):
     def to(self, device: torch.device) -> Self:
         return type(self)(tree.to(self.means, device), self.curvature.to(device), tree.to(self.precision, device), self.scale)
 
-    @cached_property
+    @cached
     def factor(self) -> Tensor:
         first = next(iter(self.means.values()))
         return torch.tensor(self.scale, dtype=first.dtype, device=first.device)
 
-    @cached_property
+    @cached
     @torch.no_grad()
     def scales(self) -> Weights:  # type: ignore[override]
         variances = self.curvature.variances(self.precision, self.factor)
         return {name: variances[name].clamp(min=0).sqrt() for name in self.means}
 
-    @cached_property
+    @cached
     def noise(self) -> Tensor:
         return next(iter(self.means.values())).new_empty(1).expand(tree.num_elements(self.means))
 
@@ -290,7 +290,7 @@ class LaplacePosterior(LawPosterior):
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""
         if not self.linearised or draws is not None:
             return super().predict(x, draws, seed, batch_size)
-        inputs, _ = self._asked(x, draws, batch_size)
+        inputs, _ = self._asked(x, draws, seed, batch_size)
 
         def moments(rows: slice) -> tuple[Tensor, Tensor]:
             with naming_x():
@@ -333,7 +333,7 @@ class LaplacePosterior(LawPosterior):
         """
         return super().diagnostics(x) | self.report | {"effective": self.effective}
 
-    @cached_property
+    @cached
     def effective(self) -> float:
         """How many weights the data, and not the prior, determine: Σ 1 − τ_i (Λ⁻¹)_ii (MacKay 1992)."""
         masks = self.law.random_elements()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -27,6 +26,7 @@ from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.random import isolated
 from plausible.core.special import double, widest
 from plausible.core.tables import data_frame
+from plausible.core.turns import cached
 from plausible.posteriors import drawing, showing
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Predictive:
     # -----------------------------------------------------------------------------------------------------------------
     # Summaries: one pass
 
-    @cached_property
+    @cached
     def _summary(self) -> _Summary:
         kind = self.likelihood.kind
 
@@ -229,12 +229,12 @@ class Predictive:
         """Var_s E[y | f_s]: the disagreement of the draws, that more data would remove; shaped like `mean`."""
         return self._summary.epistemic
 
-    @cached_property
+    @cached
     def variance(self) -> Tensor:
         """Var[y] = aleatoric + epistemic, shaped like `mean`."""
         return self._summary.aleatoric + self._summary.epistemic
 
-    @cached_property
+    @cached
     def std(self) -> Tensor:
         """√Var[y], shaped like `mean`."""
         return self.variance.sqrt()
@@ -255,7 +255,7 @@ class Predictive:
         """E_s H[y | f_s] in nats, shaped like `entropy`: the aleatoric part."""
         return self._entropies("expected_entropy")[1]
 
-    @cached_property
+    @cached
     def mutual_information(self) -> Tensor:
         """I[y; s] = H[y] − E_s H[y | f_s] ≥ 0 in nats, shaped like `entropy`: the epistemic part."""
         total, expected = self._entropies("mutual_information")
@@ -295,7 +295,8 @@ class Predictive:
 
         A draw explains all outputs of an input together: outputs are summed inside a draw, before the mixture.
         """
-        return self._log_density(self._targets(y))
+        targets = as_tensor(y, "y")
+        return self._log_density(self._targets(targets), self.likelihood.observed(targets))
 
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log_prob` of checked targets, those alone that were `observed` (a mask shaped like them; None: all)."""
@@ -411,7 +412,7 @@ class Predictive:
     def _copied(self) -> Self:
         """A copy that has answered nothing yet."""
         result = copy(self)
-        for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached_property)]:
+        for name in [n for n in vars(self) if isinstance(getattr(type(self), n, None), cached)]:
             del vars(result)[name]
         return result
 

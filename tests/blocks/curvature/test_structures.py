@@ -327,3 +327,20 @@ def test_precisions_that_differ_by_rounding_share_factors() -> None:
     for other, blocks in ((torch.nextafter(tau, torch.tensor(9.0)), 1), (1.001 * tau, 2)):
         precision = {"weight": tau, "bias": other}
         assert len(estimate(model, dict(model.initial), data, structure="kron", precision=precision).blocks) == blocks
+
+
+def test_kronecker_laplace_outlives_a_decomposition_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(12, 300, generator=torch.Generator().manual_seed(0))  # so wide that factors are decomposed in float32
+    data, net = (x, torch.arange(12) % 3), nn.Linear(300, 3)
+    method = pl.Laplace(mode=pl.MAP(epochs=2, batch_size=None), structure="kron")
+    usual = pl.fit(net, data, method).predict(x).probs
+    decompose = torch.linalg.eigh
+
+    def stubborn(matrix: Tensor, **settings: Any) -> Any:
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+        return decompose(matrix, **settings)
+
+    monkeypatch.setattr(torch.linalg, "eigh", stubborn)
+    # the factors have rank 12 of 301: what float32 makes of the other directions differs by a little
+    torch.testing.assert_close(pl.fit(net, data, method).predict(x).probs, usual, rtol=0, atol=2e-3)

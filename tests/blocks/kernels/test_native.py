@@ -417,3 +417,37 @@ def test_positions_of_another_type() -> None:
     plain, fast = both(tanh(), GAUSSIAN)
     with pytest.raises(ValueError, match=r"must be torch.float64 of shape \[chains, 37\], got torch.float32"):
         fast.evaluate(positions(plain, 2).float())
+
+
+@pytest.mark.parametrize("attack", ["damaged", "link", "writable by others", "another library"])
+def test_compiled_code_that_is_not_ours_as_it_was_sealed_is_made_anew(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAUSIBLE_CACHE", str(tmp_path))
+    assert native_density(model_target(tanh(), GAUSSIAN)) is not None
+    (file,) = (tmp_path / "native").iterdir()
+    whole = file.read_bytes()
+    file.rename(tmp_path / "loaded.so")  # which this process still runs
+    file.write_bytes(whole)
+    file.chmod(0o700)
+    assert build._trusted(file)
+    if attack == "damaged":
+        file.write_bytes(whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :])
+    elif attack == "link":
+        file.rename(tmp_path / "elsewhere.so")
+        file.symlink_to(tmp_path / "elsewhere.so")
+    elif attack == "writable by others":
+        file.chmod(0o777)
+    else:
+        file.write_bytes(whole[:-32])
+    assert not build._trusted(file)
+    build._loaded.cache_clear()
+    assert native_density(model_target(tanh(), GAUSSIAN)) is not None
+    assert build._trusted(file)
+    assert file.read_bytes() == whole
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native").chmod(0o777)
+    assert build._writable(tmp_path / "native") != tmp_path / "native"

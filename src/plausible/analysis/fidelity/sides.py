@@ -152,10 +152,11 @@ class Side:
         """Log p(y | x), [blocks, N]."""
         if self.closed_form:
             return Averages(self.predictive.log_prob(y).double().cpu()[None], torch.ones(1))
-        targets = self.predictive._targets(y).cpu()
+        targets, observed = self.predictive._targets(y).cpu(), self.predictive.likelihood.observed(torch.as_tensor(y).cpu())
         outputs, weights = self._drawn()
         wide = {n: w.double() for n, w in weights.items()}
         each = self.predictive.likelihood.log_prob(outputs.double(), targets, wide)
+        each = each if observed is None else torch.where(observed, each, 0.0)
         each = each.flatten(2).sum(-1) if each.ndim > 2 else each
         sums = torch.stack([each[self.blocks == k].logsumexp(0) for k in range(self.num_blocks)])
         return Averages(sums - self._sizes().log()[:, None], self._sizes())

@@ -125,7 +125,11 @@ def predictive_targets(
     _need_kind(predictive, kinds, what)
     target, observed = _targets(y, mask)
     shape = (predictive.num_inputs, *predictive.output_shape)
-    return predictive.likelihood.check(shape, target, observed), observed
+    said = predictive.likelihood.observed(target, observed)
+    assert said is not None
+    if not bool(said.any()):
+        raise ValueError("y has no target but ignored ones: nothing is left to measure")
+    return predictive.likelihood.check(shape, target, observed), said
 
 
 def numeric(values: Any, y: Any, mask: Any = None, *, samples: bool, name: str = "predictive") -> tuple[Tensor, ...]:

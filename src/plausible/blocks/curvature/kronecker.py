@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plausible.blocks.curvature.layers import Layer, Part, add_gram
 from plausible.blocks.curvature.structures import Block, squares, weighted_gram
-from plausible.core.special import flushed, widest
+from plausible.core.special import flushed, symmetric_eigen, widest
 from plausible.core.weights import Weights
 
 Sharing = Literal["expand", "reduce"]
@@ -233,5 +233,5 @@ def _grown(total: Tensor | None, vectors: Tensor, weight: Tensor | None = None) 
 def eigen(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Eigenvalues, not negative, and eigenvectors of this type, of symmetric matrices by their parts above the diagonal."""
     fast = matrix.device.type == "cuda" and matrix.shape[-1] <= 1024  # where cuSOLVER is slower in single precision
-    values, vectors = torch.linalg.eigh(matrix.to(torch.float64 if fast else _wide(matrix)), UPLO="U")
+    values, vectors = symmetric_eigen(matrix.to(torch.float64 if fast else _wide(matrix)))
     return values.clamp(min=0), flushed(vectors.to(dtype).contiguous())  # as they are when they are read from a file

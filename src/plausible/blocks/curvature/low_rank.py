@@ -21,6 +21,7 @@ from plausible.core import weights as tree
 from plausible.core.data import Batch, Data, Watch, run_passes
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
+from plausible.core.special import symmetric_eigen
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
@@ -64,7 +65,7 @@ class LowRank(Block):
                 "a curvature of low rank says nothing of most directions, so that every weight needs a prior that curves: use "
                 "prior=priors.Gaussian(…), or structure='full'"
             )
-        inner, turn = torch.linalg.eigh(w.T @ w)
+        inner, turn = symmetric_eigen(w.T @ w)
         kept = inner > 1e-12 * inner.max()  # directions that rounding alone has made would be divided by almost nothing
         q = torch.where(kept, w @ turn / torch.where(kept, inner, 1.0).sqrt(), 0.0)
         return root, q, torch.where(kept, inner, 0.0)
@@ -122,7 +123,7 @@ class LowRank(Block):
         vectors = torch.cat([flat(term.layers, term.vectors) for term in (self, other)]).double()
         # the sum has its eigenvectors in the span of both terms, a small problem
         basis, factor = torch.linalg.qr(vectors.T)
-        values, turn = torch.linalg.eigh((factor * torch.cat([self.values, other.values]).double()) @ factor.T)
+        values, turn = symmetric_eigen((factor * torch.cat([self.values, other.values]).double()) @ factor.T)
         kept = max(len(self.values), len(other.values))
         leading = (basis @ turn[:, -kept:]).T.to(self.values.dtype)
         return type(self)(self.layers, values[-kept:].to(self.values.dtype), named(self.layers, leading))
@@ -285,7 +286,7 @@ class _Lanczos:
 
     def decompose(self) -> None:
         """The eigenpairs of T, and how large a value rounding alone makes."""
-        values, small = torch.linalg.eigh(self.matrix)
+        values, small = symmetric_eigen(self.matrix)
         self.values, self.small = values.flip(0), small.flip(1)
         # below this a value cannot be told from rounding
         self.noise = 100 * torch.finfo(self.basis.dtype).eps * float(self.values.abs().max())

@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -132,6 +133,7 @@ FLAGS = shlex.split(
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-exceptions -fno-rtti -fPIC -shared -pthread -w"
 )
 TUNED: tuple[str | None, ...] = ("-march=native", "-mcpu=native", None)  # the first that works
+SEAL = 32  # bytes of the checksum at the end of a compiled file, which loaders pass over
 WAITING = 300.0  # seconds for the compiler
 
 
@@ -177,7 +179,7 @@ def load(program: str) -> ctypes.CDLL:
     # -march=native: code of one machine may crash another that shares the cache
     parts = (program, *command, version, *FLAGS, *map(str, TUNED), _processor())
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-    return _loaded(_writable(cache_folder() / "native") / f"{digest}.so", program, command)
+    return _loaded(_writable(cache_folder().absolute() / "native") / f"{digest}.so", program, command)
 
 
 @functools.cache
@@ -185,6 +187,8 @@ def _writable(folder: Path) -> Path:
     """The folder, or where it cannot be written to a private one of this process among temporary files."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _ours(folder):
+            raise PermissionError("it is a link, or others can write to it")
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -198,7 +202,7 @@ def _writable(folder: Path) -> Path:
 def _loaded(path: Path, program: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may have been cleared since
-        if path.exists():
+        if _trusted(path):
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:
@@ -207,6 +211,23 @@ def _loaded(path: Path, program: str, compiler: tuple[str, ...]) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler's work cannot be used: {str(error)[:200]}") from error
+
+
+def _trusted(path: Path) -> bool:
+    """Whether this is a plain file of ours that nobody else can write, and as it was sealed: loading it runs it."""
+    try:
+        if not _ours(path) or not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
+
+
+def _ours(path: Path) -> bool:
+    """Whether the file or folder itself, no link to one, is this user's, and others cannot write to it."""
+    found = path.lstat()
+    return os.name == "nt" or (found.st_uid == os.geteuid() and not found.st_mode & 0o022 and not stat.S_ISLNK(found.st_mode))
 
 
 def _compile(program: str, compiler: tuple[str, ...], path: Path) -> None:
@@ -222,6 +243,8 @@ def _compile(program: str, compiler: tuple[str, ...], path: Path) -> None:
                 command = [*compiler, *FLAGS, *filter(None, [tuned]), str(text), "-o", str(made)]
                 answer = subprocess.run(command, capture_output=True, text=True, timeout=WAITING, check=False)
                 if answer.returncode == 0:
+                    made.write_bytes((content := made.read_bytes()) + hashlib.sha256(content).digest())
+                    made.chmod(0o700)
                     os.replace(made, path)
                     return
         finally:

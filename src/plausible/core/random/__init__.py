@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from plausible.core.random.threefry import fold_words, use_compiled
+from plausible.core.turns import alone
 
 __all__ = ["fold", "generator", "isolated", "key", "normal", "normals", "permutation", "uniform", "use_compiled"]
 
@@ -121,9 +122,13 @@ def isolated(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
     """Seed PyTorch's global generators of the CPU and of `device` inside the block, and restore them after it.
 
     For code that draws from the global generator: modules that initialise themselves, dropout, noise on a GPU. The
-    generators of Python and NumPy are left alone, and so are those of other devices.
+    generators of Python and NumPy are left alone, and so are those of other devices. Threads take turns.
     """
-    device = torch.device(device)
+    with alone():
+        yield from _isolated(seed, torch.device(device))
+
+
+def _isolated(seed: int, device: torch.device) -> Iterator[None]:
     number = _number(seed, (_ISOLATED,))
     state = torch.default_generator.get_state()
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)

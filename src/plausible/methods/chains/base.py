@@ -24,7 +24,7 @@ from plausible.core import random
 from plausible.core.data import Batch
 from plausible.core.memory import require_memory
 from plausible.core.model import Model
-from plausible.core.serialise import check_number
+from plausible.core.serialise import check_number, check_switch
 from plausible.core.weights import Weights, index, stack
 from plausible.core.words import log
 from plausible.engine.method import Fitted, Info, Method, Plan, Run, Traits, check_choice
@@ -248,6 +248,7 @@ class Adapting(Chains):
         check_number(self, "target_acceptance", above=0.0, below=1.0)
         if self.step_size is not None:
             check_number(self, "step_size", above=0.0)
+        check_switch(self, "adapt")
         if not self.adapt and self.step_size is None:
             raise ValueError(f"{type(self).__name__}: adapt=False needs a step_size")
         check_metric(type(self).__name__, self.metric)

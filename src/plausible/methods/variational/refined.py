@@ -17,7 +17,7 @@ from plausible.core.data import ArrayData, Batch, StreamData
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
-from plausible.core.serialise import check_count, check_number, register
+from plausible.core.serialise import check_count, check_number, check_switch, register
 from plausible.core.transforms import transformed
 from plausible.core.weights import Weights, clone, index, num_elements, select
 from plausible.engine.method import BatchSize, Fitted, Info, Plan, Run, Stage, Traits, check_choice
@@ -69,8 +69,7 @@ class Refined(Bound):
         check_number(self, "initial_scale", above=0)
         check_choice(self, "sampler", ("sgld", "hmc"))
         check_choice(self, "entropy", ("extended", "initial"))
-        if not isinstance(self.learn_step_size, bool):
-            raise TypeError(f"Refined: learn_step_size must be True or False, got {self.learn_step_size!r}")
+        check_switch(self, "learn_step_size")
 
     @property
     def trajectory(self) -> int:
