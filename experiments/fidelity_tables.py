@@ -129,7 +129,7 @@ def settings(results: Results) -> list[Sheet]:
 
 def text(plain: Mapping[str, Any]) -> str:
     """`MAP(epochs=4000, …)`: a stored dataclass, without what is at its default."""
-    from plausible.core.serialise import decode, encode
+    from plausible.core.serialise import decode
 
     made = decode(dict(plain))
     if not is_dataclass(made):
@@ -138,7 +138,8 @@ def text(plain: Mapping[str, Any]) -> str:
     for own in fields(made):
         default = own.default if own.default_factory is MISSING else own.default_factory()
         stored = plain.get(own.name)
-        if own.name in plain and (default is MISSING or encode(default, strict=False) != stored):
+        # decoded: a record that knew fewer settings is no other setting
+        if own.name in plain and (default is MISSING or getattr(made, own.name) != default):
             parts.append(f"{own.name}={text(stored) if isinstance(stored, Mapping) else repr(stored)}")
     return f"{type(made).__name__}({', '.join(parts)})"
 

@@ -124,7 +124,19 @@ def fit(
             if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
                 likelihood = init.likelihood  # targets in the units of the earlier fit
             model, examples, chosen, choice = model_and_examples(
-                network, data, likelihood, prior, where, output, chosen_device, num_data, mask, precision, chosen, team
+                network,
+                data,
+                likelihood,
+                prior,
+                where,
+                output,
+                chosen_device,
+                num_data,
+                mask,
+                precision,
+                chosen,
+                team,
+                native=compile is not False,
             )
             fresh = init is None and not isinstance(network, Model) and likelihood is not None and as_initialised(network)
             said = doubts.before(model, examples, fresh=fresh)
@@ -185,11 +197,13 @@ def model_and_examples(
     method: Method,
     team: Team | None = None,
     any_unit: bool = True,
+    native: bool = True,
 ) -> tuple[Model, Data, Method, str]:
     """What the engine runs on: the model, the data in one of the forms that it reads, the method, and why it was chosen.
 
     Everything that can be checked without training is checked here. A `Model` given as `network` is used as it is; otherwise one
     is built, with the likelihood inferred from the targets and the default prior where none is given. `Auto` is settled here.
+    Where `native`, chains that `Auto` chooses may be machine code.
     Without `any_unit` the network speaks in that of the targets, whatever they look like.
     """
     team = team or Team()
@@ -215,7 +229,7 @@ def model_and_examples(
         examples = checked(model, examples)
         if not isinstance(method, Auto):
             return model, examples, method, ""
-        choice = method.choose(model, examples, fresh=True, likelihood=model.likelihood, prior=model.prior)
+        choice = method.choose(model, examples, fresh=True, likelihood=model.likelihood, prior=model.prior, native=native)
         log.info("auto: %s", choice.reason)
         return model, examples, choice.method, choice.reason
 
@@ -246,7 +260,8 @@ def model_and_examples(
     reason = ""
     if isinstance(method, Auto):
         given = None if prior is None else belief
-        choice = method.choose(model, examples, fresh=not (seen and seen.trained), likelihood=likelihood, prior=given)
+        fresh = not (seen and seen.trained)
+        choice = method.choose(model, examples, fresh=fresh, likelihood=likelihood, prior=given, native=native)
         method, law, belief, reason = choice.method, choice.likelihood or law, choice.prior or belief, choice.reason
         narrow = _as_precision(precision, method)
         log.info("auto: %s", reason)
