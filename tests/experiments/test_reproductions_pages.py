@@ -16,7 +16,16 @@ from experiments.running import Folder, changed, run, wanted
 
 Tiny = Callable[[str], Path]
 DOCS = Path(__file__).parents[2] / "docs/reproductions"
-LONG = ("defaults", "fidelity", "laplace-lora", "neal", "neal-hmc", "permuted-mnist", "two-moons-modes", "uci-hmc")  # takes seconds even so
+LONG = (
+    "defaults",
+    "fidelity",
+    "laplace-lora",
+    "neal",
+    "neal-hmc",
+    "permuted-mnist",
+    "two-moons-modes",
+    "uci-hmc",
+)  # takes seconds even so
 each_reproduction = pytest.mark.parametrize(
     "name",
     [  # each in a group of its own: one process trains what all tests of a name look at

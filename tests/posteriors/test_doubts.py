@@ -42,7 +42,9 @@ def said(network: nn.Module, data: Any, method: Any, **more: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("method", [pl.MAP(), pl.Ensemble(pl.MAP(), 3), pl.Laplace(), pl.SGLD(), pl.HMC(draws=300, warmup=300, leapfrogs=20)])
+@pytest.mark.parametrize(
+    "method", [pl.MAP(), pl.Ensemble(pl.MAP(), 3), pl.Laplace(), pl.SGLD(), pl.HMC(draws=300, warmup=300, leapfrogs=20)]
+)
 def test_a_good_fit_says_nothing(method: pl.Method) -> None:
     assert said(net(), wave(), method) == []
 

@@ -61,9 +61,17 @@ class Optimiser(ABC):
         """The state before the first update: a named tuple of tensors on the weights' device."""
 
     def update(
-        self, weights: Weights, grads: Named, state: Any, lr: Rate, l2: Mapping[str, float] | float = 0.0
+        self,
+        weights: Weights,
+        grads: Named,
+        state: Any,
+        lr: Rate,
+        l2: Mapping[str, float] | float = 0.0,
+        network: Named | None = None,
     ) -> tuple[Weights, Any]:
         """One update with rate `lr` (0-d tensor on the weights' device, or a float).
+
+        `network` are the weights by which a network is deep, where `weights` are the parameters of something else.
 
         `l2`, one number or one by name, adds the gradient of ½·l2·‖w‖² to `grads`, inside the fused kernel where there is one:
         the gradient of a centred Gaussian prior for free, where autograd would spend several passes over the weights.
@@ -72,7 +80,7 @@ class Optimiser(ABC):
             l2 = dict.fromkeys(weights, l2)
         elif not l2:
             l2 = dict.fromkeys(weights, 0.0)
-        if (limit := self._limit(weights)) is not None:
+        if (limit := self._limit(network or weights)) is not None:
             grads = _clipped(grads, limit)
         # on a GPU the question whether members agree would wait for the device
         if vmapped() and state.step.device.type == "cpu":

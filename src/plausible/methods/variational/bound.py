@@ -101,7 +101,7 @@ class Bound(Method):
         # over N, so that learning rates mean the same for data of any size
         info, moved, grads = self._differentiated(objective, state.weights, batch, state.buffers, state.key, state.step)
         lr = rate(self.lr, state.step, run.steps)
-        weights, optimiser = self.optimiser.update(state.weights, grads, state.optimiser, lr)
+        weights, optimiser = self.optimiser.update(state.weights, grads, state.optimiser, lr, network=model.initial)
         return BoundState(weights, moved, optimiser, state.key, state.step + 1), info
 
     def _differentiated(self, objective: Callable[..., Any], *arguments: Any) -> tuple[dict[str, Tensor], Weights, Weights]:
