@@ -281,6 +281,19 @@ def test_a_collapsed_posterior_and_one_that_never_had_any():
     assert "collapsed" in heads(Findings("t", {}, outputs=(classes(rng, information=0.0),), draws=5))
 
 
+def test_advice_is_about_the_kind_of_method_that_was_used():
+    flat = numbers(np.random.default_rng(1), epistemic=0.0)
+
+    def advice(**known):
+        return diagnosis(Findings("t", {}, outputs=(flat,), draws=5, **known))[0].advice
+
+    assert advice(history={"elbo": [-2.0], "kl": [0.0]}).startswith("Train longer")
+    assert "init=fresh" in advice()
+    rising = {"log_joint": list(np.linspace(-100.0, 0.0, 50))}
+    assert "Training may not have finished" in heads(about(history=rising))
+    assert "Training" not in heads(about(history=rising, diagnostics={"acceptance": 0.8, "chains": 4}))
+
+
 def test_training_that_was_still_rising():
     epochs = np.arange(100)
     assert "still rising" in heads(about(history={"log_joint": (10.0 * epochs).tolist()}))

@@ -324,6 +324,23 @@ def epistemic_share(findings: Findings) -> float | None:
     return max(shares) if shares else None
 
 
+_APART = {
+    "chains": "Draw longer chains, from starting points of their own.",
+    "variational": "Train longer, or start with a larger scale.",
+    "draws": (
+        "Of an ensemble start members anew (init=fresh); of a sampler raise the step size, the temperature (1) or the number of "
+        "steps; of a Gaussian at a mode look at its prior, which may hold all weights at 0."
+    ),
+}
+
+
+def _family(findings: Findings) -> str:
+    """What kind of method it was, as far as advice depends on it."""
+    if findings.diagnostics.get("acceptance") is not None:
+        return "chains"
+    return "variational" if "elbo" in findings.history else "draws"
+
+
 def collapse(findings: Findings) -> list[Verdict]:
     """No epistemic uncertainty: by design with one draw, an alarm with more."""
     if findings.draws == 1:
@@ -342,8 +359,7 @@ def collapse(findings: Findings) -> list[Verdict]:
                 "bad",
                 f"The posterior has collapsed: {findings.draws} draws disagree on {percent(share, 2)} {what}.",
                 "They are copies of one another in all but name; epistemic uncertainty is missing, not small.",
-                "For an ensemble use init=fresh and minibatches; for a sampler raise the step size, the temperature (1) or the "
-                "number of steps; for variational methods train longer or start with a larger scale.",
+                _APART[_family(findings)],
             )
         ]
     return [Verdict("plain", f"Disagreement of draws (epistemic) is {percent(share)} {what}; the rest is noise.")]
@@ -373,6 +389,8 @@ def kl(findings: Findings) -> list[Verdict]:
 def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[Verdict]:
     """Whether the objective still rose at the end: the last fifth of the epochs against the fifth before."""
     name = next((n for n in ("elbo", "log_joint", "log_likelihood") if findings.history.get(n)), None)
+    if _family(findings) == "chains":  # the warm-up of chains is judged by whether they agree
+        return []
     if name is None or len(findings.history[name]) < least:
         return []
     values = np.asarray(findings.history[name], dtype=np.float64)
@@ -384,5 +402,5 @@ def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[
         return []
     rising = f"Training may not have finished: {name.replace('_', ' ')} was still rising."
     share = f"The last fifth of the epochs brought {percent(gained / total)} of the whole gain."
-    longer = "Train longer (--epochs) or with a larger learning rate, and see whether held-out scores improve."
+    longer = "Train longer (epochs) or with a larger learning rate, and see whether held-out scores improve."
     return [Verdict("unclear", rising, share, longer)]
