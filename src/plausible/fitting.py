@@ -78,7 +78,7 @@ def fit(
             `time`: chains where all data fit into them, then ensembles, then a last layer; see docs/methods/auto.md.
         likelihood: outputs → distribution of targets. Inferred if None: integers `Categorical`, booleans `Bernoulli`, floats
             `Gaussian` with learned noise (of "auto" `StudentT`), standardised inside unless the network was trained on them.
-        prior: over all weights, or a mapping from name patterns to priors. Default `priors.Default()`, N(0, 1/fan-in) for weights;
+        prior: over all weights, or a mapping from name patterns to priors. Default `priors.Default()`, N(0, 2²/fan-in) for weights;
             what is given is never rescaled.
         where: which weights are random: a name pattern or several, "last", or a predicate of the name (and the weight). The
             others are trained as points, or keep their values for methods that do not train.

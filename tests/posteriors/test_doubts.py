@@ -58,6 +58,14 @@ def test_a_network_that_ends_in_a_softmax() -> None:
     assert said(nn.Sequential(net(2, 2), nn.Softmax(-1)), data, pl.MAP(epochs=50), output=torch.log) == []
 
 
+def test_a_network_that_ends_in_a_sigmoid() -> None:
+    x = torch.randn(60, 2)
+    data = x, (x[:, :1] > 0).float()
+    (first, *_) = said(nn.Sequential(net(2), nn.Sigmoid()), data, pl.MAP(epochs=50), likelihood=pl.likelihoods.Bernoulli())
+    assert first.startswith("The network ends in a sigmoid, and Bernoulli takes logits")
+    assert said(net(2), data, pl.MAP(epochs=50), likelihood=pl.likelihoods.Bernoulli()) == []
+
+
 def test_targets_in_a_unit_that_the_given_likelihood_does_not_speak() -> None:
     x, y = wave()
     far = x, 1e6 + 1e4 * y

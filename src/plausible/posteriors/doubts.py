@@ -76,13 +76,15 @@ class Facts:
 def before(model: Model, data: Data, *, fresh: bool) -> list[Verdict]:
     """What can be seen before any work is done: outputs that are no logits, targets far from what a `fresh` network says."""
     found = []
-    if model.likelihood.kind == "classes" and isinstance(data, ArrayData) and _squashed(model, data.rows(slice(LEAST_ROWS)).x):
+    squashed = _squashed(model, data.rows(slice(LEAST_ROWS)).x) if isinstance(data, ArrayData) else ""
+    if squashed:
         found.append(
             Verdict(
                 "bad",
-                "The network ends in a softmax, and Categorical takes logits: probabilities are squashed twice.",
+                f"The network ends in a {squashed}, and {type(model.likelihood).__name__} takes logits: probabilities are squashed "
+                "twice.",
                 "",
-                "Leave the softmax out, or fit with output=torch.log.",
+                f"Leave the {squashed} out, or fit with output=torch.{'log' if squashed == 'softmax' else 'logit'}.",
             )
         )
     if model.likelihood.kind != "continuous" or not isinstance(data, ArrayData):
@@ -116,11 +118,16 @@ def _distinct(y: Tensor) -> bool:
     return bool((flat.std(0, correction=0) > 16 * torch.finfo(y.dtype).eps * flat.abs().amax(0)).any())
 
 
-def _squashed(model: Model, x: Any) -> bool:
-    """Whether outputs are probabilities: not below 0, with sums of 1."""
+def _squashed(model: Model, x: Any) -> str:
+    """What makes probabilities of the outputs: a softmax (not below 0, with sums of 1), a sigmoid at the end, or "" nothing."""
+    if model.likelihood.kind not in ("classes", "binary"):
+        return ""
     with torch.no_grad():
         outputs = model.outputs({**model.initial, **model.buffers}, x)
-    return bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all())
+    if model.likelihood.kind == "binary":
+        ends = isinstance(list(model.network.modules())[-1], torch.nn.Sigmoid)
+        return "sigmoid" if ends and bool(((outputs >= 0) & (outputs <= 1)).all()) else ""
+    return "softmax" if bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-3).all()) else ""
 
 
 def after(posterior: Posterior, data: Data, held: Data | None = None) -> list[Verdict]:
