@@ -167,7 +167,8 @@ def module_page(name: str) -> str:
     kinds = {}
     for key in names:
         value = getattr(module, key)
-        if callable(value) and key not in plausible._NAMES:  # those are on the first page
+        top = key in plausible._NAMES and getattr(plausible, key) is value  # which is on the first page
+        if callable(value) and not top:
             kinds[key] = f"auto{'class' if inspect.isclass(value) else 'function'}:: plausible.{name}.{key}"
     about = inspect.getdoc(module) or ""
     return api_page(name, about.partition("\n\n")[0].replace("\n", " "), list(kinds.values()))
