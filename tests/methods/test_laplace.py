@@ -681,3 +681,20 @@ def test_an_interrupt_before_the_step_that_tunes_leaves_the_prior_as_it_was() ->
     unstarted = stages.TuningState({"weight": torch.zeros(())}, {"weight": torch.ones(2)}, torch.tensor(False))
     left = stages.Tuning(pl.Laplace(tune="layer")).kept(None, run, unstarted)  # type: ignore[arg-type]
     assert set(left) == {"weight", stages.ENDED}
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_rows_that_were_set_aside_end_the_training_and_a_loader_has_none(loaded: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(80, 2)
+    y = (2 * x[:, :1]).sin() + 0.1 * torch.randn(80, 1)
+    pairs = torch.utils.data.TensorDataset(x, y)
+    data: Any = torch.utils.data.DataLoader(pairs, batch_size=20) if loaded else (x, y)
+    net = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1))
+    posterior = pl.fit(net, data, pl.Laplace(), **QUIET)
+    made = {
+        name: sum(steps for other, steps, _ in posterior.run["stages"] if other == name) for name in ("polishing", "tuning")
+    }
+    # without held-out rows the mode is gone to, and is another one after each tuning; with them weights stay where they are
+    assert (made["polishing"] > 0, made["tuning"] > 1) == (loaded, loaded)
+    assert "doubts" not in posterior.run

@@ -20,7 +20,7 @@ from plausible.methods.points.map import MAP
 SECONDS = 60.0
 """The time budget where none is given: about what people wait for without leaving their desk."""
 SHARE = 0.6
-"""The part of the budget that estimates may fill, since they are good to a factor of less than two."""
+"""The part of the budget that estimates may fill, since they are rough."""
 
 # Measured on two CPU cores by `python -m benchmarks.mcmc` and `python -m experiments defaults`
 NATIVE = 1.5e-10  # seconds for a gradient of one chain, for each row and each multiplication of its forward pass, on one thread

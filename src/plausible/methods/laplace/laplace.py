@@ -109,17 +109,15 @@ class Laplace(Method):
         """Train, settle, add up the curvature; and as often as `rounds` say: tune, settle again, add up again."""
         stages: list[Stage] = [parts.Training(self), *self._settling(), *self._adding_up(0)]
         if self.tune is not None:  # given weights stay where they are
-            # where weights stay where they are, tuning moves nothing but the prior, and once is enough
-            moves = self.mode is not None and (self.online or not self.holdout(1000))
-            for turn in range(1, 1 + (self.rounds if moves else 1)):
+            # where nothing is trained, tuning moves nothing but the prior, and once is enough
+            for turn in range(1, 1 + (self.rounds if self.mode is not None else 1)):
                 trained = [parts.Online(self)] if self.online and self.mode is not None else []
                 stages += [parts.Tuning(self), *trained, *self._settling(), *self._adding_up(turn)]
         return tuple(stages)
 
     def _settling(self) -> list[Stage]:
         """The stages that go from where training ended to the mode on all data."""
-        # early stopping means not to go to the mode of the training rows
-        if self.mode is None or self.holdout(1000) or self.polish == 0:
+        if self.mode is None or self.polish == 0:
             return []
         if self.structure not in ("block", "full") or isinstance(self.where, int):
             return [parts.Polishing(self)]

@@ -177,7 +177,8 @@ class Polishing(Settling):
         tuned, names = self.model(model, run), self.method.names(model, run.data)
         weights, held = self.weights(model, run), self.held(model, run)
         check_deterministic(tuned, weights, run.data)
-        limit = 0 if self.ended(run) else self.method.iterations(model)
+        # early stopping means not to go to the mode of the training rows
+        limit = 0 if self.ended(run) or run.held is not None else self.method.iterations(model)
         if self.method.climbs(model, names):  # the others climb
             # L-BFGS is there for the points, which climbing does not move; where there are none it has nothing to do
             limit = min(limit, 100) if set(model.initial) - set(names) - set(held) else 0
@@ -257,7 +258,7 @@ class Climbing(Settling):
         names = self.method.names(model, run.data)
         points = set(model.initial) - set(names) - set(self.held(model, run))
         active = self.method.climbs(model, names) and (self.turn == 0 or points) and not self.ended(run)
-        limit = self.method.iterations(model) if active else 0
+        limit = self.method.iterations(model) if active and run.held is None else 0
         task = SettlingTask(self.model(model, run), self.weights(model, run), names, limit)
         return ClimbingTask(task, names, self.method, run)
 
@@ -359,6 +360,8 @@ class AddingUp(PassAfterTraining):
         others = {n: v for n, v in run.before.items() if not n.startswith((NOW, BEST))}
         if not best or now.better(restored(self.method, model, run, best)):
             best = tensors
+        if self.turn and run.held is not None and not self.method.online:  # weights that stay where they are: once is enough
+            others[ENDED] = torch.ones(1, dtype=torch.bool)
         return {**others, **named(NOW, tensors), **named(BEST, best)}
 
 
