@@ -215,12 +215,15 @@ def test_task_and_likelihood_overrule():
     assert decide([1.5, 2.5] * 2, task="classification")[0].classes == (("1.5", "2.5"),)
     assert decide([0, 1] * 2, likelihood="bernoulli")[0].outputs == 1
     assert decide([10, 9, 10, 9])[0].classes == (("9", "10"),)
+    assert decide([3, 5, 4, 6, 8, 3])[0].task == "regression"  # five values in six rows tell no classes apart
+    assert decide(["2024-01-05", "2024-02-01"] * 2, task="classification")[0].outputs == 2
 
 
 @pytest.mark.parametrize(
     ("cells", "options", "message"),
     [
-        (["a", "a"], {}, "one class only ('a')"),
+        (["a", "a"], {}, "the same value in every row ('a')"),
+        (["2024-01-05", "2024-02-01"] * 2, {}, "holds dates, which are neither numbers nor classes; turn them into numbers"),
         ([5.5, 5.5], {}, "is constant"),
         (["1", "2.5", "x3", "4"], {}, "mostly numbers, but row 3 is 'x3'"),
         (["a", "b"], {"task": "regression"}, "must hold numbers for regression, but row 1 is 'a'"),

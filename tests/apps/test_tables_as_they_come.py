@@ -250,6 +250,48 @@ def test_a_table_of_identifiers_alone_is_refused(tmp_path):
         sheet(data)
 
 
+def test_one_row_is_said_to_be_too_few(tmp_path):
+    with pytest.raises(ValueError, match="has one row only; at least 2 are needed"):
+        sheet(write(tmp_path / "t.csv", "a,y\n1,2\n"))
+
+
+def test_ragged_lines_do_not_hide_what_else_is_wrong(tmp_path):
+    data = write(tmp_path / "t.csv", "a,b,y\n1,2,0.5\n1,2\n1,,1.5\n1,2,2.5,9\n3,x,3.5\n")
+    ragged = r"2 problems: \(1\) .*line 3: 2 cells, line 5: 4 cells"
+    with pytest.raises(ValueError, match=rf"{ragged}.*\(2\) missing values in b \(1\) of 3"):
+        sheet(data)
+    with pytest.raises(ValueError, match=r"2 problems: \(1\) .*line 3.*\(2\) --target: no column 'y'"):
+        sheet(write(tmp_path / "u.csv", "a,b\n1,2\n1\n"))
+
+
+def test_a_single_word_among_few_numbers_is_a_slip_and_a_frequent_one_a_category(tmp_path):
+    slip = "rooms,y\n" + rows(lambda i: "many" if i == 7 else i % 5, lambda i: i / 3)
+    with pytest.raises(ValueError, match=r"numbers, but 'many' in 1 of 40 rows, first in row 8.*--categorical 'rooms'"):
+        sheet(write(tmp_path / "t.csv", slip))
+    assert not sheet(tmp_path / "t.csv", missing="impute").categorical
+    assert sheet(tmp_path / "t.csv", categorical=("rooms",)).categorical == {"rooms"}
+    often = "rooms,y\n" + rows(lambda i: "3+" if i % 5 == 3 else i % 5, lambda i: i / 3)
+    assert sheet(write(tmp_path / "u.csv", often)).categorical == {"rooms"}
+
+
+def test_negative_amounts_as_accounts_write_them(tmp_path):
+    text = (
+        'flow,label,odd,y\n"(1,234.50)",(1),12 (345),1\n$7,(2),12 (345),2\n"$(8.00)",(1),12 (345),3\n\N{MINUS SIGN}3,(2),1,4\n'
+    )
+    table = files.read_table(write(tmp_path / "t.csv", text))
+    assert table["flow"].cells == ("-1234.50", "7", "-8.00", "-3")
+    assert table["flow"].unit == "$"
+    assert table["label"].levels == ("(1)", "(2)")  # in parentheses one and all: labels
+    assert table["odd"].levels[1] == "12 (345)"
+
+
+def test_recommendations_need_no_complete_rows(tmp_path):
+    data = write(tmp_path / "t.csv", "a,y\n" + rows(lambda i: "" if i == 3 else i % 7, lambda i: i / 3))
+    result = plausible("recommend", data, "-t", "y")
+    assert result.exit_code == 0
+    assert "ensemble" in result.output
+
+
 def test_all_ragged_lines_and_repeated_names_are_one_message(tmp_path):
     data = write(tmp_path / "t.csv", "a,a,y\n1,2\n1,2,3\n1\n1,2,3,4\n1,2,3,4\n")
     with pytest.raises(ValueError, match=r"same name: a; .*; line 2: 2 cells, line 4: 1 cells, line 5: 4 cells \(and 1 more"):

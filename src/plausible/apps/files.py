@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from plausible.core.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ UNIT = r"(?P<{0}>[$€£¥₹₽₩₺₪฿%]|US\$|USD|EUR|CHF|GBP|JPY|CNY|INR|
 AMOUNT = re.compile(
     rf"(?P<sign>[+-]?)({UNIT.format('before')}\s*)?(?P<digits>[+-]?[0-9.].*?)(\.[-–—])?(\s*{UNIT.format('after')})?"
 )
+ACCOUNT = re.compile(r"([^()0-9]*)\(([^()+-]*[0-9][^()+-]*)\)")
+"""A negative amount as accounts write it: (12.50), $(12.50) or ($12.50)."""
 
 
 def ending(path: Path) -> tuple[str, bool]:
@@ -68,6 +72,14 @@ def ending(path: Path) -> tuple[str, bool]:
     known = {".tsv": ".tsv", ".tab": ".tsv", ".json": ".json", ".jsonl": ".jsonl", ".ndjson": ".jsonl"}
     known |= {".parquet": ".parquet", ".pq": ".parquet"}
     return known.get(suffix, ".csv"), packed
+
+
+class Ragged(ValueError):
+    """Lines of a file have too few or too many cells; `rest` is the table of the others."""
+
+    def __init__(self, message: str, rest: Table):
+        super().__init__(message)
+        self.rest = rest
 
 
 def read_table(path: Path, encoding: str | None = None) -> Table:
@@ -127,21 +139,28 @@ def read_csv(path: Path, delimiter: str | None = None, encoding: str | None = No
             f"{found}{more}, but the header has {len(names)} columns (separated by {delimiter!r}); a cell that holds the "
             "separator must be quoted"
         )
-    if problems:
+    if repeated or (rows and len(ragged) == len(rows)):
         raise ValueError(f"{path}: {'; '.join(problems)}")
     if not rows:
         raise ValueError(f"{path} has a header but no rows")
-    return from_cells(path, dict(zip(names, zip(*(cells for _, cells in rows)))), thousands=delimiter == ",")
+    squared = ((cells + [""] * len(names))[: len(names)] for _, cells in rows)
+    table = from_cells(path, dict(zip(names, zip(*squared))), thousands=delimiter == ",")
+    if problems:
+        whole = np.array([len(cells) == len(names) for _, cells in rows])
+        raise Ragged(f"{path}: {'; '.join(problems)}", table.take(whole))
+    return table
 
 
 def in_plain_digits(column: Column, thousands: bool) -> Column:
     """Numbers as Python writes them: without marks between thousands, a currency or %, and with a decimal point.
 
-    Only where every cell with a digit in it is such a number, at least half of all are, and all have the same unit. `thousands`
-    says that `1,234` is more than a thousand where nothing else in the column tells; elsewhere such a column stays as it is.
+    Negative ones may stand in parentheses. Only where every cell with a digit in it is such a number, at least half of all are,
+    and all have the same unit. `thousands` says that `1,234` is more than a thousand where nothing else in the column tells;
+    elsewhere such a column stays as it is.
     """
-    amounts = {level: AMOUNT.fullmatch(level) for level in column.levels if any(map(str.isdigit, level))}
-    if not amounts or not all(amounts.values()):
+    amounts = {level: AMOUNT.fullmatch(signed(level)) for level in column.levels if any(map(str.isdigit, level))}
+    # (1), (2) and (3) alone are labels; among other numbers they are negative
+    if not all(amounts.values()) or all(map(ACCOUNT.fullmatch, amounts)):
         return column
     digits = {level: found["sign"] + found["digits"] for level, found in amounts.items() if found}
     units = {found[side] for found in amounts.values() if found for side in ("before", "after") if found[side]}
@@ -155,6 +174,12 @@ def in_plain_digits(column: Column, thousands: bool) -> Column:
     if not changed:
         return column
     return replace(column, cells=tuple(changed.get(cell or "", cell) for cell in column.cells), unit="".join(units))
+
+
+def signed(text: str) -> str:
+    """The amount with a hyphen for a sign: accounts write -12 as (12), typesetters have a minus of their own."""
+    account = ACCOUNT.fullmatch(text)
+    return f"-{account[1]}{account[2]}" if account else text.replace("\N{MINUS SIGN}", "-")
 
 
 def _without_marks(numbers: Iterable[str], thousands: bool) -> dict[str, str] | None:

@@ -12,9 +12,21 @@ from typing import NamedTuple
 import numpy as np
 
 from plausible.apps.dates import Reading
-from plausible.apps.files import read_table
+from plausible.apps.files import Ragged, read_table
 from plausible.apps.responses import Response, decide, standardised
-from plausible.apps.tables import ID_ROWS, Column, Preprocessor, Table, attempt, complete, encoder, listed, refuse, refuse_gaps
+from plausible.apps.tables import (
+    FEW,
+    ID_ROWS,
+    Column,
+    Preprocessor,
+    Table,
+    attempt,
+    complete,
+    encoder,
+    listed,
+    refuse,
+    refuse_gaps,
+)
 
 _ID = re.compile(r"(?i:(?:^|[_\s.-])(?:id|idx|index|key|uuid|guid|row))$|[a-z]I[dD]$|^unnamed [0-9]+$")
 """Names of columns that say which row this is: `id`, `house_id`, `PassengerId`, or none at all."""
@@ -91,8 +103,16 @@ def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray
 
 def read_sheet(options: TableOptions) -> Sheet:
     """Read the file and decide what each column is; all that stands in the way is said at once."""
-    table, notes = read_table(options.data, options.encoding), list[str]()
-    refuse(_misnamed(table, options), options.data)
+    problems, notes = list[str](), list[str]()
+    try:
+        table = read_table(options.data, options.encoding)
+    except Ragged as error:  # the other lines may have problems of their own
+        problems.append(str(error))
+        table = error.rest
+    if table.rows == 1 and not problems:
+        raise ValueError(f"{options.data} has one row only; at least 2 are needed to train on, and one to score the fit by")
+    if misnamed := _misnamed(table, options):
+        refuse([*problems, *misnamed], options.data)
     table = table.without(options.drop_columns)
     aside = _identifiers(table, options, notes)
     inputs = [name for name in table.columns if name not in options.targets and name not in aside]
@@ -101,7 +121,6 @@ def read_sheet(options: TableOptions) -> Sheet:
         raise ValueError(f"{options.data} has no input columns besides the target{named}")
     notes += [f"column {name!r} is in {table[name].unit}" for name in (*options.targets, *inputs) if table[name].unit]
 
-    problems: list[str] = []
     if options.missing == "refuse":
         advice = "add --missing impute (median or a category) or --missing drop"
         attempt(problems, lambda: refuse_gaps(table, [*options.targets, *inputs], advice))
@@ -178,7 +197,8 @@ def _mended(column: Column, options: TableOptions, notes: list[str], problems: l
     said = f"column {column.name!r} holds {'numbers' if column.slip else 'dates'}, but {listed(map(repr, strays), 5)} in "
     said += f"{count} of {len(column.cells)} rows, first in row {first}"
     if options.missing == "refuse":
-        problems.append(f"{said}: mend the file, or take it as missing by --missing impute or --missing drop")
+        categories = f"; if all are categories: --categorical {column.name!r}" if len(column.levels) <= FEW else ""
+        problems.append(f"{said}: mend the file, or take it as missing by --missing impute or --missing drop{categories}")
     else:
         notes.append(f"{said}: taken as missing")
     return column.without_strays()

@@ -108,7 +108,8 @@ class Response:
 def decide(table: Table, names: Sequence[str], task: str, likelihood: str) -> tuple[Response, list[str]]:
     """The kind of each target by these rules, and a line for each rule that could surprise.
 
-    Text is classification. Integers with at most 20 different values are classification. Other numbers are regression.
+    Text is classification. Integers with at most 20 different values are classification, unless these are more than half as
+    many as the rows. Other numbers are regression.
     `task` or `likelihood` overrule this. Several targets are all numbers, or all of two classes each.
     """
     implied = "classification" if likelihood in CLASSIFICATION else "auto" if likelihood == "auto" else "regression"
@@ -131,11 +132,15 @@ def guess(column: Column, notes: list[str]) -> str:
         if slip := column.slip:
             instead = "mend the file, or say --task classification if every different text is a class"
             raise ValueError(f"target {column.name!r} is mostly numbers, but {slip}; {instead}")
+        if column.calendar:
+            instead = "turn them into numbers (days since a start) in the file, or say --task classification"
+            raise ValueError(f"target {column.name!r} holds dates, which are neither numbers nor classes; {instead}")
         return "classification"
-    if column.kind == "integer" and distinct <= FEW:
+    few = distinct <= min(FEW, max(2, len(column.cells) / 2))
+    if column.kind == "integer" and few:
         notes.append(f"target {column.name!r} has {distinct} different integers, taken as classes; numbers: --task regression")
         return "classification"
-    if distinct <= min(FEW, len(column.cells) / 2):
+    if few:
         notes.append(f"target {column.name!r} has only {distinct} values, taken as numbers; classes: --task classification")
     return "regression"
 
@@ -145,8 +150,8 @@ def classification(table: Table, names: Sequence[str], likelihood: str) -> Respo
     classes = tuple(table[name].levels for name in names)
     for name, labels in zip(names, classes):
         if len(labels) < 2:
-            only = f"one class only ({labels[0]!r})" if labels else "no values"
-            raise ValueError(f"target {name!r} has {only}; there is nothing to tell apart")
+            only = f"the same value in every row ({labels[0]!r})" if labels else "no values"
+            raise ValueError(f"target {name!r} has {only}; there is nothing to learn")
         if len(labels) > max(2, table.rows / 2):
             counted = f"{len(labels)} classes in {table.rows} rows"
             raise ValueError(f"target {name!r} has {counted}; is it the right column? (numbers: --task regression)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -123,7 +124,10 @@ class Column:
 
     @cached_property
     def strays(self) -> tuple[str, ...]:
-        """The words in a column of numbers or dates: half of its cells or more are such, too many for categories."""
+        """The words in a column of numbers or dates: half of its cells or more are such, and the words are no categories.
+
+        They may be (`1`, `2`, `3+`) where the numbers are few and some word stands in more than one cell in a hundred.
+        """
         if self.kind != "text":
             return ()
         known = {level for level in self.levels if _NUMBER.fullmatch(level)}
@@ -131,8 +135,12 @@ class Column:
             known = set(found.days)
             if 2 * sum(cell in known for cell in self.cells) < len(self.cells) - int(self.missing.sum()):
                 return ()
-        elif not self.slip or len(known) <= min(FEW, len(self.cells) / 2):
+        elif not self.slip:
             return ()
+        elif len(known) <= min(FEW, len(self.cells) / 2):
+            words = Counter(cell for cell in self.cells if cell is not None and cell not in known)
+            if len(self.cells) < ID_ROWS or max(words.values()) > max(1, len(self.cells) / 100):
+                return ()
         return tuple(level for level in self.levels if level not in known)
 
     @cached_property

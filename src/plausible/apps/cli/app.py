@@ -240,7 +240,7 @@ def recommend(
     activation: Activation = "relu",
     device: Annotated[Device, option(FASTEST, metavar="NAME", shown=True)] = "auto",
     task: Annotated[Task, option("regression, classification or auto.", metavar="NAME", panel=DATA, shown=True)] = "auto",
-    missing: Missing = "refuse",
+    missing: Missing = "impute",
     drop_columns: Drop = None,
     keep_columns: Keep = None,
     categorical: Codes = None,
