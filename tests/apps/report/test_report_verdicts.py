@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from plausible.apps.report.findings import QUANTILES, Findings, Output
-from plausible.apps.report.verdicts import coverage, diagnosis, shape, skill, verdicts
+from plausible.apps.report.verdicts import coverage, diagnosis, family, shape, skill, verdicts
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -300,3 +300,20 @@ def test_training_that_was_still_rising():
     assert "still rising" not in heads(about(history={"log_joint": (-np.exp(-epochs / 5.0)).tolist()}))
     noisy = np.random.default_rng(2).normal(size=100)
     assert "still rising" not in heads(about(history={"log_joint": noisy.tolist()}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "draws", "diagnostics", "history", "advised", "not_advised"),
+    [
+        ("point", 1, {}, {}, "an ensemble or a sampler instead of a single fit", "more members"),
+        ("chains", 100, {"acceptance": 0.8}, {}, "see that they agree", "single fit"),
+        ("variational", 100, {}, {"elbo": [1.0]}, "a family with correlations", "single fit"),
+        ("draws", 5, {}, {}, "more members or draws", "single fit"),
+    ],
+)
+def test_advice_is_for_the_method_that_was_used(kind, draws, diagnostics, history, advised, not_advised):
+    findings = Findings("t", {}, draws=draws, diagnostics=diagnostics, history=history)
+    assert family(findings) == kind
+    overconfident = verdicts(numbers(np.random.default_rng(0), stated=0.5), family(findings))[0]
+    assert advised in overconfident.advice
+    assert not_advised not in overconfident.advice

@@ -54,12 +54,13 @@ TONES = {"good": "✓", "bad": "▲", "unclear": "?", "plain": "•"}
 
 def verdicts(findings: Findings) -> None:
     """What the report says in short: whether predictions can be taken at their word, and what to do where not."""
-    from plausible.apps.report.verdicts import diagnosis
+    from plausible.apps.report.verdicts import diagnosis, family
     from plausible.apps.report.verdicts import verdicts as judged
 
     screen = console()
     several = len(findings.outputs) > 1
-    said = [(f"{output.name}: " if several else "", verdict) for output in findings.outputs for verdict in judged(output)]
+    kind = family(findings)
+    said = [(f"{output.name}: " if several else "", verdict) for output in findings.outputs for verdict in judged(output, kind)]
     said += [("", verdict) for verdict in diagnosis(findings)]
     for name, verdict in said:
         advice = f" {verdict.advice}" if verdict.advice and verdict.tone in ("bad", "unclear") else ""

@@ -11,7 +11,7 @@ import numpy as np
 from plausible.apps.pages import Shown, png, render
 from plausible.apps.report import figures
 from plausible.apps.report.findings import QUANTILES, Findings, Output
-from plausible.apps.report.verdicts import Verdict, diagnosis, verdicts
+from plausible.apps.report.verdicts import Verdict, diagnosis, family, verdicts
 from plausible.apps.report.words import better, cell, label, number, percent, plural, score
 
 EXAMPLES = 6
@@ -36,7 +36,7 @@ _DIAGNOSTICS = {
 
 def page(findings: Findings, images: Mapping[int, np.ndarray] | None = None) -> str:
     about_fit = diagnosis(findings)
-    judged = [(output.name, verdicts(output)) for output in findings.outputs]
+    judged = [(output.name, verdicts(output, family(findings))) for output in findings.outputs]
     held = max((output.count for output in findings.outputs), default=0)
     held_out = [f"{plural(held, 'example')} {'was' if held == 1 else 'were'} held out."] if held else []
     return render(

@@ -7,6 +7,7 @@ the tests behind it share.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,32 +39,66 @@ TESTS = 3
 COLLAPSED = 1e-4
 """Epistemic share of the variance (of the entropy for classes) below which draws are taken to be one and the same."""
 
-_WIDEN = (
-    "Widen what the model may be unsure of: an ensemble or a sampler instead of a single fit, more members or chains, an earlier "
-    "stop where it overfits, noise that varies with the input (likelihood heteroscedastic) or has heavy tails (student-t)."
-)
-_NARROW = (
-    "Often the fit is not finished: train longer. Or the prior holds the weights back, the noise is taken to be the same "
-    "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
-)
-_AVERAGE = (
-    "Do not act on the stated probabilities as they are. Average more: an ensemble or a sampler, more members, a stronger prior, "
-    "fewer epochs; or scale the logits by a temperature fitted on other held-out data."
-)
-_LEARN = "Train longer or with another learning rate, and ask whether the inputs say anything about the target."
+
+class Advice(NamedTuple):
+    """What to do about a fit of one kind of method: to make it less sure, to make it surer, and to let it learn more."""
+
+    widen: str
+    average: str
+    longer: str
+
+    @property
+    def narrow(self) -> str:
+        return (
+            f"Often the fit is not finished: {self.longer}. Or the prior holds the weights back, the noise is taken to be the same "
+            "everywhere (try heteroscedastic), or a few outliers widen it (try student-t)."
+        )
+
+    @property
+    def learn(self) -> str:
+        return f"{self.longer.capitalize()}, and ask whether the inputs say anything about the target."
 
 
-def verdicts(output: Output) -> list[Verdict]:
-    """All verdicts on one target, the calibration first."""
+_NOISE = "noise that varies with the input (likelihood heteroscedastic) or has heavy tails (student-t)"
+_DOUBTED = "Do not act on the stated probabilities as they are."
+_SCALED = "scale the logits by a temperature fitted on other held-out data"
+_TRAINED = "train longer or with another learning rate"
+ADVICE = {
+    "point": Advice(
+        f"Widen what the model may be unsure of: an ensemble or a sampler instead of a single fit, an earlier stop, {_NOISE}.",
+        f"{_DOUBTED} Average: an ensemble or a sampler instead of a single fit; or a stronger prior, fewer epochs; or {_SCALED}.",
+        _TRAINED,
+    ),
+    "variational": Advice(
+        f"Widen what the model may be unsure of: a family with correlations, an ensemble or a sampler; {_NOISE}.",
+        f"{_DOUBTED} Try a family with correlations, an ensemble or a sampler, or a stronger prior; or {_SCALED}.",
+        _TRAINED,
+    ),
+    "chains": Advice(
+        f"The chains average over the weights already, so see that they agree, then doubt the model: {_NOISE}, another prior.",
+        f"{_DOUBTED} See that the chains agree, then try a stronger prior or another network; or {_SCALED}.",
+        "draw longer chains (warmup and draws; with --method auto more --time)",
+    ),
+    "draws": Advice(
+        f"Widen what the model may be unsure of: more members or draws, an earlier stop where it overfits, a sampler, {_NOISE}.",
+        f"{_DOUBTED} Average more members or draws, or take a stronger prior, fewer epochs; or {_SCALED}.",
+        _TRAINED,
+    ),
+}
+
+
+def verdicts(output: Output, family: str = "draws") -> list[Verdict]:
+    """All verdicts on one target, the calibration first, with advice for the `family` of the method."""
+    advice = ADVICE[family]
     if not output.arrays:
         return []
     if output.numeric:
-        return [coverage(output), shape(output), skill(output), usefulness(output)]
+        return [coverage(output, advice), shape(output, advice), skill(output, advice), usefulness(output)]
     probs = output.arrays["probs"].astype(np.float64)
     probs = probs / probs.sum(-1, keepdims=True)
     confidence, right = probs.max(-1), probs.argmax(-1) == output.arrays["y"]
-    judged_classes = [confident(confidence, right), calibrated(output, probs, confidence), accurate(output, right)]
-    return [*judged_classes, usefulness(output)]
+    sure = [confident(confidence, right, advice), calibrated(output, probs, confidence)]
+    return [*sure, accurate(output, right, advice), usefulness(output)]
 
 
 def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
@@ -77,7 +112,7 @@ def widths(output: Output, level: float = LEVEL) -> tuple[int, Test, Test]:
     return inside, hits(np.full(output.count, level), inside).among(TESTS), spread(values).among(TESTS)
 
 
-def coverage(output: Output, level: float = LEVEL) -> Verdict:
+def coverage(output: Output, advice: Advice = ADVICE["draws"], level: float = LEVEL) -> Verdict:
     """Over- or underconfident where the number of targets inside says so, or the spread of u and the share inside agree."""
     values, count = output.arrays["pit"], output.count
     inside, number_inside, around = widths(output, level)
@@ -102,8 +137,8 @@ def coverage(output: Output, level: float = LEVEL) -> Verdict:
             margin += f". {_deviation(values)}"
         reason = f"{margin}; chance does not explain the difference."
         if wide:
-            return Verdict("bad", f"{promised}: underconfident.", reason, f"Intervals are wider than needed. {_NARROW}")
-        return Verdict("bad", f"{promised}: overconfident.", reason, f"Do not take the intervals at their word. {_WIDEN}")
+            return Verdict("bad", f"{promised}: underconfident.", reason, f"Intervals are wider than needed. {advice.narrow}")
+        return Verdict("bad", f"{promised}: overconfident.", reason, f"Do not take the intervals at their word. {advice.widen}")
     first = f"{percent(level)} {subject} cover {percent(share)} of the held-out targets"
     more = "Hold out more rows (--test-fraction), or compare over several splits."
     if count < FEW:
@@ -138,7 +173,7 @@ def _deviation(values: np.ndarray) -> str:
     return f"The probability integral transform deviates from ½ by {number(spread)} (root mean square) instead of 0.289"
 
 
-def shape(output: Output) -> Verdict:
+def shape(output: Output, advice: Advice = ADVICE["draws"]) -> Verdict:
     """The mean of u = F(y) against ½ ± 1/√(12M), then its spread around ½, then all of its law by Kolmogorov's test.
 
     Narrow predictions spread u further than 1/√12, and its mean with it: that is allowed for before a bias is claimed.
@@ -155,13 +190,13 @@ def shape(output: Output) -> Verdict:
             f"Predictions are too {side}: {percent(float((values > 0.5).mean()))} of the targets lie above their predicted "
             "median where 50 % should.",
             f"The mean of the probability integral transform is {number(float(values.mean()))} instead of 0.5.",
-            "A bias on held-out rows: train longer, weaken the prior, or look whether held-out rows differ from the others.",
+            f"A bias on held-out rows: {advice.longer}, weaken the prior, or look whether held-out rows differ from the others.",
         )
     torn = number_inside.supported and number_inside.direction == around.direction  # the middle and the ends disagree
     if around.supported and not torn:
         wide = around.direction < 0
         said = f"The predicted distributions are too {'wide: under' if wide else 'narrow: over'}confident."
-        return Verdict("bad", said, f"Their centre is right. {_deviation(values)}.", _NARROW if wide else _WIDEN)
+        return Verdict("bad", said, f"Their centre is right. {_deviation(values)}.", advice.narrow if wide else advice.widen)
     if around.supported or uniform(values).among(TESTS).supported:
         return Verdict(
             "bad",
@@ -175,7 +210,7 @@ def shape(output: Output) -> Verdict:
     return Verdict("good", "No bias: targets fall as evenly over their predicted distributions as chance allows.")
 
 
-def skill(output: Output) -> Verdict:
+def skill(output: Output, advice: Advice = ADVICE["draws"]) -> Verdict:
     """Squared errors against those of the mean of the held-out targets, paired: by their mean, and by their signs.
 
     No constant has a smaller mean squared error than that mean, so more smaller errors only count where the mean is smaller.
@@ -197,18 +232,18 @@ def skill(output: Output) -> Verdict:
             f"that of a constant {number(float(y.std()))}.",
         )
     compared = f"RMSE {number(rmse)}, that of the mean alone {number(float(y.std()))}"
-    return _doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are")
+    return _doubt(explained > 0, output.count, f"a constant: {compared}", "Predictions are", advice)
 
 
-def _doubt(ahead: bool, count: int, rival: str, subject: str) -> Verdict:
+def _doubt(ahead: bool, count: int, rival: str, subject: str, advice: Advice) -> Verdict:
     """Where being better than a rival is not supported: ahead by chance, or not ahead at all."""
     if ahead or count < FEW:
         left = f"{plural(count)} {'leaves' if count == 1 else 'leave'} it open"
-        return Verdict("unclear", f"{subject} not shown to be better than {rival}; {left}.", "", _LEARN)
-    return Verdict("bad", f"{subject} no better than {rival}.", "", _LEARN)
+        return Verdict("unclear", f"{subject} not shown to be better than {rival}; {left}.", "", advice.learn)
+    return Verdict("bad", f"{subject} no better than {rival}.", "", advice.learn)
 
 
-def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
+def confident(confidence: np.ndarray, right: np.ndarray, advice: Advice) -> Verdict:
     """The number of right answers against the Poisson binomial law of the stated confidences."""
     count, said, share = len(right), float(confidence.mean()), float(right.mean())
     error = math.sqrt(float((confidence * (1 - confidence)).sum())) / count
@@ -218,8 +253,8 @@ def confident(confidence: np.ndarray, right: np.ndarray) -> Verdict:
     if test.supported:
         reason = f"{margin} (standard error, {plural(count)})."
         if test.direction < 0:
-            return Verdict("bad", f"{sentence}: overconfident.", reason, _AVERAGE)
-        better = "The answers are better than they claim. Train longer, or weaken the prior."
+            return Verdict("bad", f"{sentence}: overconfident.", reason, advice.average)
+        better = f"The answers are better than they claim: {advice.longer}, or weaken the prior."
         return Verdict("bad", f"{sentence}: underconfident.", reason, better)
     if count < FEW:
         return Verdict("unclear", f"{sentence}; {_few(count)} to tell more.", f"{margin}.")
@@ -239,7 +274,7 @@ def calibrated(output: Output, probs: np.ndarray, confidence: np.ndarray) -> Ver
     return Verdict("good" if output.count >= FEW else "unclear", f"{said}, which chance explains.", detail)
 
 
-def accurate(output: Output, right: np.ndarray) -> Verdict:
+def accurate(output: Output, right: np.ndarray, advice: Advice) -> Verdict:
     """Hits against always answering the most frequent class, paired."""
     codes, counts = np.unique(output.arrays["y"], return_counts=True)
     constant = output.arrays["y"] == codes[counts.argmax()]
@@ -253,7 +288,9 @@ def accurate(output: Output, right: np.ndarray) -> Verdict:
         return Verdict("good", f"{sentence}; always saying the most frequent class gives {percent(base)}.")
     if len(codes) == 1:
         return Verdict("plain", f"{sentence}; all held-out rows are of one class.")
-    return _doubt(share > base, output.count, f"always saying the most frequent class ({percent(base)})", f"{sentence},")
+    return _doubt(
+        share > base, output.count, f"always saying the most frequent class ({percent(base)})", f"{sentence},", advice
+    )
 
 
 def usefulness(output: Output) -> Verdict:
@@ -334,8 +371,10 @@ _APART = {
 }
 
 
-def _family(findings: Findings) -> str:
-    """What kind of method it was, as far as advice depends on it."""
+def family(findings: Findings) -> str:
+    """What kind of method it was, as far as advice depends on it: a name of `ADVICE`."""
+    if findings.draws == 1:
+        return "point"
     if findings.diagnostics.get("acceptance") is not None:
         return "chains"
     return "variational" if "elbo" in findings.history else "draws"
@@ -359,7 +398,7 @@ def collapse(findings: Findings) -> list[Verdict]:
                 "bad",
                 f"The posterior has collapsed: {findings.draws} draws disagree on {percent(share, 2)} {what}.",
                 "They are copies of one another in all but name; epistemic uncertainty is missing, not small.",
-                _APART[_family(findings)],
+                _APART[family(findings)],
             )
         ]
     return [Verdict("plain", f"Disagreement of draws (epistemic) is {percent(share)} {what}; the rest is noise.")]
@@ -389,7 +428,7 @@ def kl(findings: Findings) -> list[Verdict]:
 def unfinished(findings: Findings, least: int = 10, rise: float = 0.05) -> list[Verdict]:
     """Whether the objective still rose at the end: the last fifth of the epochs against the fifth before."""
     name = next((n for n in ("elbo", "log_joint", "log_likelihood") if findings.history.get(n)), None)
-    if _family(findings) == "chains":  # the warm-up of chains is judged by whether they agree
+    if family(findings) == "chains":  # the warm-up of chains is judged by whether they agree
         return []
     if name is None or len(findings.history[name]) < least:
         return []
