@@ -93,6 +93,11 @@ class Noise:
         """N(0, 1) for all of `like` in one draw of the key itself: it depends on which names are drawn together."""
         return self._kept_or_drawn(tuple(like), lambda: random.normal(self.key, self.counter, like))
 
+    def uniform(self, name: str, like: Tensor) -> Tensor:
+        """U(0, 1) of the shape, type and device of `like`, for the purpose `name`; of an antithetic pair the second has 1 − u."""
+        drawn = self._kept_or_drawn(name, lambda: {name: random.uniform(self._key(name), self.counter, like)}, sign=1)[name]
+        return drawn if self._sign == 1 else 1 - drawn
+
     def signs(self, name: str, shape: list[int], like: Tensor) -> Tensor:
         """±1 with probability ½ each, of type and device of `like`; the same in both of an antithetic pair."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from plausible.core.serialise import check_count, check_number, register
 from plausible.core.transforms import hold
 
-__all__ = ["Constant", "Cosine", "Cyclical", "Exponential", "Linear", "Polynomial", "Schedule", "Steps", "as_schedule"]
+__all__ = ["Constant", "Cosine", "Cyclical", "Exponential", "Linear", "Polynomial", "Ramp", "Schedule", "Steps", "as_schedule"]
 
 
 class Schedule(ABC):
@@ -66,6 +66,27 @@ class Linear(Schedule):
 
     def __call__(self, step: Tensor, total: int) -> Tensor:
         return self.start + (self.end - self.start) * _progress(step, total)
+
+
+@register
+@dataclass(frozen=True)
+class Ramp(Schedule):
+    """0 up to the share `start` of the steps, then along a line to `value` at the share `end`, and there it stays.
+
+    For the weight of a divergence: the data are heard first (Sønderby et al. 2016, Molchanov et al. 2017).
+    """
+
+    value: float = 1.0
+    start: float = 0.025
+    end: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number(self, "value", above=0)
+        check_number(self, "start", at_least=0, below=1)
+        check_number(self, "end", above=self.start, at_most=1)
+
+    def __call__(self, step: Tensor, total: int) -> Tensor:
+        return self.value * ((_progress(step, total) - self.start) / (self.end - self.start)).clamp(0.0, 1.0)
 
 
 @register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -100,6 +101,46 @@ def student_t_cdf(z: Tensor, df: Tensor) -> Tensor:
     """
     value = scipy.special.stdtr(*(t.detach().cpu().double().numpy() for t in (df, z)))
     return torch.as_tensor(value, dtype=z.dtype, device=z.device)
+
+
+EULER_GAMMA = 0.5772156649015329
+_LOW, _HIGH, _STEP = -24.0, 24.0, 0.0625  # of log α in the table below
+
+
+@functools.cache
+def _scale_free_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Coefficients [cells, 4] of the cubics between the nodes, by values and slopes there in float64."""
+    grid = np.arange(_LOW, _HIGH + _STEP / 2, _STEP)
+
+    def slope(log_alpha: np.ndarray) -> np.ndarray:
+        ratio = np.exp(-0.5 * log_alpha) / math.sqrt(2)
+        return ratio * scipy.special.dawsn(ratio)
+
+    nodes, weights = np.polynomial.legendre.leggauss(10)
+    cells = 0.5 * _STEP * (slope(grid[:-1, None] + 0.5 * _STEP * (nodes + 1)) @ weights)
+    # from the high end, where it is −δ²/2 up to its square
+    values = np.append(-np.cumsum(cells[::-1])[::-1], 0.0) - 0.5 * math.exp(-_HIGH)
+    left, right, rise = slope(grid[:-1]) * _STEP, slope(grid[1:]) * _STEP, np.diff(values)
+    table = np.stack([values[:-1], left, 3 * rise - 2 * left - right, left + right - 2 * rise], 1)
+    return torch.as_tensor(table, dtype=dtype, device=device)
+
+
+def scale_free_kl(log_alpha: Tensor) -> Tensor:
+    """KL(N(θ, αθ²) ‖ 1/|w|), 0 where α is infinite: E log|1/√α + z| + (γ + log 2)/2 with z ~ N(0, 1), elementwise.
+
+    The exact one, of which Kingma et al. (2015) and Molchanov et al. (2017) give approximations. Its derivative in log α is
+    −x·D(x) with Dawson's function D and x = 1/√(2α); between nodes it is a cubic, right to 10⁻⁸. Differentiable, also twice.
+    """
+    inside = log_alpha.clamp(_LOW, _HIGH - 1e-4)
+    place = (inside - _LOW) / _STEP
+    cell = place.detach().long()
+    along = place - cell.to(place.dtype)
+    table = _scale_free_table(log_alpha.dtype, log_alpha.device)
+    # not table[cell], which vmap does not take for single numbers
+    a, b, c, d = table.index_select(0, cell.reshape(-1)).reshape(*cell.shape, 4).unbind(-1)
+    value = a + along * (b + along * (c + along * d))
+    # below the table it is −½ log α and a constant
+    return -value - 0.5 * (log_alpha - _LOW).clamp(max=0.0)
 
 
 def flushed(values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from plausible.core.tables import Table
 from plausible.core.turns import alone
 from plausible.core.weights import Weights
 from plausible.engine.method import Fitted
-from plausible.posteriors import pruning, saving, showing
+from plausible.posteriors import compression, pruning, saving, showing
 from plausible.posteriors.predictive import Draws, Predictive
 from plausible.posteriors.saving import Content, example_of, kinds
 
@@ -160,6 +160,8 @@ class Posterior(ABC):
     # Pruning
 
     prune = pruning.prune
+    compress = compression.compress
+    size_on_disk = compression.size_on_disk
 
     @property
     def masks(self) -> Weights:

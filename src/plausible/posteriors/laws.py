@@ -53,6 +53,7 @@ class Law(ABC):
     kind: ClassVar[str] = ""
     independent: bool | None = None
     kl_of_pruned: ClassVar[bool] = True
+    has_density: ClassVar[bool] = True
     settings: Mapping[str, Any] = {}
     means: Weights
     scales: Weights
@@ -374,7 +375,8 @@ class LawPosterior(Posterior):
             # evenly thinned, so that every layer is among them
             thinned = ratios[:: -(-len(ratios) // 100_000)]
             quartiles = torch.quantile(thinned, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-        divergence = self.kl(samples=100) if self.law.kl_of_pruned or not self._masks else None
+        known = self.law.has_density and (self.law.kl_of_pruned or not self._masks)
+        divergence = self.kl(samples=100) if known else None
         return super().diagnostics(x) | {"kl": divergence, "snr_quartiles": quartiles.tolist()}
 
     def networks(self) -> list[tuple[Weights, Weights | None]]:

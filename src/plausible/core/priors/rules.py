@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plausible.core.serialise import check_number, register
+from plausible.core.special import EULER_GAMMA, scale_free_kl
 from plausible.core.transforms import transformed
 
 
@@ -123,7 +124,6 @@ class Rule(Prior):
 
 
 LOG_2PI = math.log(2 * math.pi)
-EULER_GAMMA = 0.5772156649015329
 SOFTENING = 1e-8  # poles at w = 0 are softened here: w² becomes w² + SOFTENING² (in units of the scale, where there is one)
 
 
@@ -401,6 +401,13 @@ class LogUniform(Rule):
         # clamped: the gradient outside would be that of log 0
         density = -torch.log(size.clamp(self.low, self.high)) - math.log(2 * math.log(self.high / self.low))
         return torch.where(inside, density, -math.inf)
+
+    def expectation(self, name: str, mean: Tensor, scale: Tensor) -> Tensor | None:  # noqa: ARG002
+        """−Σ E log|w| under w ~ N(mean, scale²), exact, where there are no bounds."""
+        if self.low is not None:
+            return None
+        log_alpha = 2 * (scale.log() - mean.abs().clamp_min(1e-30).log())
+        return (0.5 * (EULER_GAMMA + math.log(2)) - scale.log() - scale_free_kl(log_alpha)).sum()
 
     def variate(self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         if self.low is None or self.high is None:
