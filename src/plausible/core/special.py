@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
@@ -107,8 +106,7 @@ EULER_GAMMA = 0.5772156649015329
 _LOW, _HIGH, _STEP = -24.0, 24.0, 0.0625  # of log α in the table below
 
 
-@functools.cache
-def _scale_free_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scale_free_table() -> Tensor:
     """Coefficients [cells, 4] of the cubics between the nodes, by values and slopes there in float64."""
     grid = np.arange(_LOW, _HIGH + _STEP / 2, _STEP)
 
@@ -122,7 +120,10 @@ def _scale_free_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     values = np.append(-np.cumsum(cells[::-1])[::-1], 0.0) - 0.5 * math.exp(-_HIGH)
     left, right, rise = slope(grid[:-1]) * _STEP, slope(grid[1:]) * _STEP, np.diff(values)
     table = np.stack([values[:-1], left, 3 * rise - 2 * left - right, left + right - 2 * rise], 1)
-    return torch.as_tensor(table, dtype=dtype, device=device)
+    return torch.as_tensor(table)
+
+
+_TABLE = _scale_free_table()
 
 
 def scale_free_kl(log_alpha: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def scale_free_kl(log_alpha: Tensor) -> Tensor:
     place = (inside - _LOW) / _STEP
     cell = place.detach().long()
     along = place - cell.to(place.dtype)
-    table = _scale_free_table(log_alpha.dtype, log_alpha.device)
+    table = _TABLE.to(log_alpha)
     # not table[cell], which vmap does not take for single numbers
     a, b, c, d = table.index_select(0, cell.reshape(-1)).reshape(*cell.shape, 4).unbind(-1)
     value = a + along * (b + along * (c + along * d))

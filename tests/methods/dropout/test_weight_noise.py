@@ -294,3 +294,16 @@ def test_damaged_bytes_are_refused():
     for bad in (b"", b"x" * 100, good[:40], good[:-5]):
         with pytest.raises(ValueError, match="not the bytes of a packed module"):
             compression.unpacked(bad)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("method", [pl.SparseVD(epochs=20, groups=True), pl.VariationalDropout(epochs=20)], ids=["groups", "layer"])
+def test_compiled_steps_are_those_of_eager_ones(method, compiler):
+    x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.ones(60, 1)
+    torch.manual_seed(0)
+    net = small()
+    eager, compiled = (pl.fit(net, (x, y), method, progress=False, compile=how) for how in (False, True))
+    assert compiled.run["mode"] == "compiled"
+    torch.testing.assert_close(compiled.means["0.weight"], eager.means["0.weight"], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(compiled.scales["0.weight"], eager.scales["0.weight"], atol=1e-4, rtol=1e-3)
