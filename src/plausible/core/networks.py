@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible.core import weights as tree
+from plausible.core.attributes import duplicate
 from plausible.core.data import Batch, num_rows, take
 from plausible.core.weights import Weights
 
@@ -94,7 +94,7 @@ def private_copy(network: nn.Module) -> nn.Module:
     """A copy in evaluation mode, so that the user's module is never changed."""
     check_network(network)
     try:
-        return keep_gradients(copy.deepcopy(network).eval())
+        return keep_gradients(duplicate(network).eval())
     except Exception as error:  # whatever a module's __deepcopy__ or __reduce__ may raise
         raise ValueError(
             f"network cannot be copied ({error}); modules must support copy.deepcopy so that yours is never changed"
@@ -285,11 +285,16 @@ def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[
     return outputs
 
 
-def probe(model: Model, example: Batch) -> tuple[Tensor, dict[str, int]]:
-    """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+def with_leaves(model: Model, example: Batch) -> tuple[Tensor, Weights]:
+    """Outputs for a few examples, and leaves of autograd that stood for the weights."""
     leaves = {n: w.detach().requires_grad_() for n, w in model.initial.items()}
     with torch.enable_grad():
-        outputs = check_inputs(model, example.x, weights=leaves)
+        return check_inputs(model, example.x, weights=leaves), leaves
+
+
+def probe(model: Model, example: Batch) -> tuple[Tensor, dict[str, int]]:
+    """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+    outputs, leaves = with_leaves(model, example)
     try:
         with torch.no_grad():
             one = model.outputs({**model.initial, **model.buffers}, take(example.x, [0]))

@@ -1,0 +1,205 @@
+"""Networks that people really train: blocks computed twice, backward passes of their own, tensors held on the side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import plausible as pl
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y = randn(24, 3), randn(24, 1, seed=1)
+
+
+def quick(network: nn.Module, method: Any = None, data: Any = (X, Y), **settings: Any) -> Any:
+    return pl.fit(network, data, method or pl.MAP(epochs=3, lr=0.05), **{"compile": False, "progress": False, **settings})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Blocks(nn.Module):
+    """A block that is computed again in the backward pass, or not, with running statistics and dropout in it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.how = nn.Linear(3, 5), nn.Linear(5, 1), how
+        self.block = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2))
+        self.runs = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        self.runs += torch.is_grad_enabled()
+        return self.block(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(self.run(h) if self.how == "plain" else checkpoint(self.run, h, use_reentrant=self.how == "reentrant"))
+
+
+METHODS = {
+    "map": pl.MAP(epochs=3),
+    "mean-field": pl.MeanField(epochs=3),
+    "samples": pl.MeanField(epochs=3, estimator="weights", samples=2),
+    "laplace": pl.Laplace(mode=pl.MAP(epochs=3), structure="kron"),
+    "sgld": pl.SGLD(epochs=3),
+    "ensemble": pl.Ensemble(pl.MAP(epochs=3), members=2),
+}
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not"])
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_that_are_computed_twice_change_nothing(method: str, how: str) -> None:
+    plain, twice = (quick(Blocks(kind), METHODS[method]).predict(X) for kind in ("plain", how))
+    assert torch.equal(plain.mean, twice.mean)
+    assert torch.equal(plain.epistemic, twice.epistemic)
+
+
+def test_blocks_are_computed_twice_where_that_saves_memory() -> None:
+    fitted = {how: quick(Blocks(how), pl.MAP(epochs=10, batch_size=None)).model.network.runs for how in ("plain", "not")}
+    assert fitted["not"] > fitted["plain"] + 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Adjoint(torch.autograd.Function):
+    """Ten Euler steps of y' = f(y), whose backward pass runs them again with the module's own parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module, ctx.parameters = module, parameters
+        ctx.save_for_backward(y)
+        return solved(module, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            grads = torch.autograd.grad(solved(ctx.module, y), (y, *ctx.parameters), grad, allow_unused=True)
+        return None, *grads
+
+
+def solved(module: nn.Module, y: Tensor) -> Tensor:
+    for _ in range(10):
+        y = y + 0.1 * module(y)
+    return y
+
+
+class Flow(nn.Module):
+    def __init__(self, adjoint: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.field, self.head, self.adjoint = (
+            nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+            nn.Linear(3, 1),
+            adjoint,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = tuple(self.field.parameters())
+        return self.head(Adjoint.apply(self.field, x, *parameters) if self.adjoint else solved(self.field, x))
+
+
+@pytest.mark.parametrize("method", [*(name for name in METHODS if name != "laplace"), "full"])
+def test_a_backward_pass_that_asks_the_module_for_its_weights_finds_those_of_the_pass(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = pl.Laplace(mode=None, structure="full") if method == "full" else METHODS[method]
+    plain, adjoint = (quick(Flow(kind), chosen).predict(X) for kind in (False, True))
+    assert torch.allclose(plain.mean, adjoint.mean, atol=1e-5)
+    assert torch.allclose(plain.epistemic, adjoint.epistemic, rtol=1e-3, atol=1e-6)
+    assert "do not influence" not in caplog.text
+
+
+class Inside(torch.autograd.Function):
+    """A block whose backward pass puts gradients into the parameters by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.module(x).backward(grad)
+        return None, x.grad
+
+
+class Homemade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Inside.apply(self.block, self.first(x)).tanh())
+
+
+def test_gradients_that_nobody_could_find_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"puts gradients into parameters by itself.*use_reentrant=False"):
+        quick(Homemade())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Held(nn.Module):
+    """Random tensors as plain attributes: one by itself, one in a list, a layer in a dictionary, and a cache."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.shift, self.tables = torch.randn(3), [torch.randn(3), torch.randn(3, 3)]
+        self.hidden = {"mix": nn.Linear(3, 3)}
+        torch.manual_seed(0)
+        self.layer, self.kept, self.late = nn.Linear(3, 1), None, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden["mix"](x @ self.tables[1] + self.shift * self.tables[0])
+        self.kept = self.layer(h)
+        return self.kept
+
+
+def test_tensors_that_are_not_registered_are_carried(tmp_path: Path) -> None:
+    posterior = quick(Held(1), pl.MeanField(epochs=3))
+    posterior.save(tmp_path / "run")
+    other = Held(2)
+    before = other.shift.clone()
+    loaded = pl.load(tmp_path / "run", other)
+    assert torch.equal(loaded.predict(X).mean, posterior.predict(X).mean)
+    assert torch.equal(other.shift, before)
+    loaded.save(tmp_path / "again")
+    assert torch.equal(pl.load(tmp_path / "again", Held(3)).predict(X).mean, posterior.predict(X).mean)
+
+
+def test_a_network_without_a_place_for_them_is_refused(tmp_path: Path) -> None:
+    quick(Held(1)).save(tmp_path / "run")
+    other = Held(1)
+    other.tables = other.tables[:1]
+    with pytest.raises(ValueError, match=r"no tensor 'tables\.1'.*register_buffer"):
+        pl.load(tmp_path / "run", other)
+
+
+def test_a_checkpoint_belongs_to_the_tensors_that_it_was_written_with(tmp_path: Path) -> None:
+    quick(Held(1), checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="belongs to another run: fixed"):
+        quick(Held(2), checkpoint=tmp_path)
+
+
+def test_results_that_a_network_keeps_do_not_stop_it_from_being_copied() -> None:
+    network = Held(1)
+    network(X)  # keeps a tensor with a graph, of which PyTorch makes no deep copy
+    kept = network.kept
+    assert kept is not None
+    assert kept.grad_fn is not None
+    fitted = quick(network, pl.Ensemble(pl.MAP(epochs=2), members=2))
+    assert network.kept is kept
+    assert torch.isfinite(fitted.predict(X).mean).all()
