@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plausible as pl
+from plausible.blocks.stochastic import Noise, gaussians
+from plausible.core import random
+from plausible.core.data import ArrayData, Batch
+from plausible.core.model import Model
+from plausible.core.priors import as_prior
+from plausible.engine.method import Run
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -203,3 +209,41 @@ def test_results_that_a_network_keeps_do_not_stop_it_from_being_copied() -> None
     fitted = quick(network, pl.Ensemble(pl.MAP(epochs=2), members=2))
     assert network.kept is kept
     assert torch.isfinite(fitted.predict(X).mean).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Laid(nn.Module):
+    """One layer over eight positions, which lie beside the examples in several ways."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.layout = nn.Linear(3, 4), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        if self.layout == "examples first":
+            h = self.layer(x)
+        elif self.layout == "positions first":
+            h = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        elif self.layout == "flattened":
+            h = self.layer(x.flatten(0, 1)).unflatten(0, (rows, 8))
+        else:  # windows of four positions
+            h = self.layer(x.view(rows * 2, 4, 3)).view(rows, 8, 4)
+        return h.mean((1, 2)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+@pytest.mark.parametrize("layout", ["examples first", "positions first", "flattened", "windows"])
+def test_one_example_sees_one_noise(layout: str, estimator: Any) -> None:
+    x, draws, scale = randn(5, 8, 3) + 1, 400, 0.3
+    method = pl.MeanField(epochs=1, estimator=estimator)
+    model = Model.build(Laid(layout), pl.likelihoods.Gaussian(1.0), as_prior(None), Batch(x, Y[:5]), num_data=5)
+    run = Run(ArrayData(Batch(x, Y[:5]), 5), 0, 1, 1, None)
+    ways = method.prepare(model, run).ways
+    scales = {name: torch.full_like(w, scale) for name, w in model.initial.items()}
+    keys = [Noise(random.key(1), i) for i in range(draws)]
+    outputs = torch.stack([model.outputs(gaussians(model.initial, scales, noise, ways), x) for noise in keys])
+    # the output of an example is Σ_ij w_ij x̄_j / 4 + Σ_i b_i / 4
+    exact = scale * ((x.mean(1).square().sum(1) + 1) / 4).sqrt()
+    assert torch.allclose(outputs.std(0).squeeze(1), exact, rtol=4.5 / (2 * draws) ** 0.5)
