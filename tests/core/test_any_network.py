@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random as pyrandom
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -247,3 +249,61 @@ def test_one_example_sees_one_noise(layout: str, estimator: Any) -> None:
     # the output of an example is Σ_ij w_ij x̄_j / 4 + Σ_i b_i / 4
     exact = scale * ((x.mean(1).square().sum(1) + 1) / 4).sqrt()
     assert torch.allclose(outputs.std(0).squeeze(1), exact, rtol=4.5 / (2 * draws) ** 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", [pl.SGLD(epochs=4, lr=1e-9), pl.MeanField(epochs=1, initial_scale=1e-4)])
+def test_the_summary_tells_what_half_precision_rounds_away(method: Any) -> None:
+    network = nn.Linear(3, 1)
+    nn.init.constant_(network.weight, 1.0)
+    nn.init.zeros_(network.bias)
+    told = {row[0]: row[2] for row in quick(network.bfloat16(), method, likelihood=pl.likelihoods.Gaussian(1.0)).summary().rows}
+    assert "but equal in all draws: bfloat16" in told["weight"]
+    assert "equal" not in told["bias"]
+    assert "equal" not in {row[0]: row[2] for row in quick(network.float(), method).summary().rows}["weight"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+def drawn(*_: Any) -> float:
+    """A number from each of the global generators."""
+    return pyrandom.random() + np.random.random() + float(torch.rand(()))  # noqa: NPY002
+
+
+class Drawing(nn.Module):
+    """It draws numbers by itself, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.1 * drawn()
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i] + 0.1 * drawn(), Y[i]
+
+
+def states() -> list[str]:
+    numpy = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]  # noqa: NPY002
+    return [str(state) for state in (torch.get_rng_state().tolist(), pyrandom.getstate(), numpy)]
+
+
+@pytest.mark.parametrize("method", ["map", "mean-field", "ensemble"])
+def test_nobodys_generators_move(method: str) -> None:
+    torch.manual_seed(0)
+    network, results = Drawing(), []
+    for seed in (1, 2):
+        for begin in (torch.manual_seed, pyrandom.seed, np.random.seed):
+            begin(seed)
+        before = states()
+        loader = torch.utils.data.DataLoader(Augmented(), batch_size=8, shuffle=True)
+        posterior = quick(network, METHODS[method], loader, likelihood=pl.likelihoods.Gaussian(1.0))
+        prior = posterior.model.prior_functions(X, 2)
+        results.append(posterior.predict(X).mean + posterior.functions(X, 2).sum() + prior.sum())
+        assert states() == before
+    assert torch.equal(*results)

@@ -41,9 +41,9 @@ from plausible.core.networks import (
 )
 from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
+from plausible.core.random import isolated
 from plausible.core.recomputing import blocks, needs_copies, own_copy
 from plausible.core.transforms import transformed, value_and_gradient
-from plausible.core.turns import alone
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
@@ -426,7 +426,7 @@ class Model:
         first = _first(self.initial)
         inputs = read_inputs(x, dtype=first.dtype, device=first.device)
         stacked = self.prior.sample(self.initial, stream_of(seed, 11), draws)
-        with torch.no_grad(), alone():
+        with torch.no_grad(), isolated(seed, first.device):
             outputs = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
         return torch.stack(outputs)
 

@@ -223,12 +223,30 @@ class Posterior(ABC):
         """Stored draws as arviz's `InferenceData`: weights by name, `f` at `x`, statistics of transitions (extra `mcmc`)."""
         raise TypeError(f"a {type(self).__name__} has no chains: it does not keep draws in their order")
 
+    def _rounded_away(self) -> dict[str, str]:
+        """The random weights in half precision that are equal in all draws, and what to say of them."""
+        narrow = [n for n in self.model.random if self.model.initial[n].dtype in (torch.bfloat16, torch.float16)]
+        try:
+            drawn = self.weights(4) if narrow and self.num_draws(4) > 1 else {}
+        except TypeError:  # it has none
+            drawn = {}
+        if not drawn:
+            return {}
+        equal = [name for name in narrow if name in drawn and bool((drawn[name] == drawn[name][:1]).all())]
+        kind = str(self.model.initial[narrow[0]].dtype).removeprefix("torch.")
+        return dict.fromkeys(equal, f", but equal in all draws: {kind} rounds their differences away, fit network.float()")
+
     def summary(self) -> Table:
         """What was inferred, weight by weight: `print` it, or let a notebook show it."""
         model, masks = self.model, self.masks
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
+        lost = self._rounded_away()
         rows = [
-            (name, tuple(weight.shape), self.status(name) + _sparsity([masks[name]] if name in masks else []))
+            (
+                name,
+                tuple(weight.shape),
+                self.status(name) + lost.get(name, "") + _sparsity([masks[name]] if name in masks else []),
+            )
             for name, weight in named.items()
         ]
         head = f"{self.method_name} posterior, {type(model.likelihood).__name__} likelihood"

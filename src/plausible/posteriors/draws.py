@@ -136,7 +136,7 @@ class IndependentDraws(DrawsPosterior):
 def try_network(posterior: Posterior, inputs: Any) -> None:
     """Run the network on one example with weights that are at hand, which costs less than a draw."""
     model, first = posterior.model, take(inputs, slice(0, 1))
-    with torch.no_grad(), naming_x():
+    with torch.no_grad(), random.isolated(0, posterior.device), naming_x():  # networks may draw numbers themselves
         outputs = model.outputs({**model.initial, **model.buffers}, first)
     posterior.check_shape(outputs.shape[1:])
 
