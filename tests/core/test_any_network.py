@@ -307,3 +307,101 @@ def test_nobodys_generators_move(method: str) -> None:
         results.append(posterior.predict(X).mean + posterior.functions(X, 2).sum() + prior.sum())
         assert states() == before
     assert torch.equal(*results)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+TOKENS = torch.randint(0, 7, (24, 4), generator=torch.Generator().manual_seed(2))
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool, bag: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.EmbeddingBag(7, 3, sparse=sparse) if bag else nn.Embedding(7, 3, sparse=sparse)
+        self.head, self.bag = nn.Linear(3, 1), bag
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids) if self.bag else self.table(ids).mean(1))
+
+
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize("method", ["map", "mean-field", "laplace"])
+def test_sparse_gradients_are_a_detail(method: str, bag: bool) -> None:
+    network = Words(True, bag)
+    dense, sparse = (quick(net, METHODS[method], (TOKENS, Y)).predict(TOKENS) for net in (Words(False, bag), network))
+    assert torch.equal(dense.mean, sparse.mean)
+    assert network.table.sparse
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_compiled_modules_are_the_modules_in_them(inner: bool, tmp_path: Path) -> None:
+    plain, other = perceptron(), perceptron()
+    compiled: Any = torch.compile(other, backend="eager")
+    if inner:
+        other[0] = torch.compile(other[0], backend="eager")  # type: ignore[call-overload]
+        compiled = other
+    for net in (plain, other):
+        net[2].eval()  # stays in evaluation mode while the others train
+    fits = [quick(net, METHODS["mean-field"]) for net in (plain, compiled)]
+    assert torch.equal(fits[0].predict(X).mean, fits[1].predict(X).mean)
+    fits[1].save(tmp_path / "run")
+    assert torch.equal(pl.load(tmp_path / "run", compiled).predict(X).mean, fits[0].predict(X).mean)
+    assert torch.equal(pl.load(tmp_path / "run", plain).predict(X).mean, fits[0].predict(X).mean)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        return self.layer(x if shift is None else x + shift)
+
+
+def test_inputs_of_none_are_left_to_the_network() -> None:
+    rows = torch.utils.data.Subset([{"x": x, "shift": None, "labels": y} for x, y in zip(X, Y)], range(24))  # type: ignore[arg-type]
+    given: list[Any] = [({"x": X}, Y), ({"x": X, "shift": None}, Y), {"x": X, "shift": None, "labels": Y}, rows]
+    means = [quick(Optional(), pl.MAP(epochs=3, batch_size=8), data).predict({"x": X, "shift": None}).mean for data in given]
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+class Graphs:
+    edge_index = torch.zeros(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("network", "data", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False)), (X, Y), "use track_running_stats=True"),
+        (nn.Linear(3, 1), (Graphs(), Y), "data are graphs, .* make them dense"),
+        (nn.Linear(3, 1), [Graphs()], "data are graphs, .* make them dense"),
+        (nn.Linear(3, 1), torch.utils.data.DataLoader([0] * 4, collate_fn=lambda _: Graphs()), "data are graphs"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_fitted_says_what_to_do(network: nn.Module, data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick(network, data=data)
+
+
+def test_ragged_tensors_are_to_be_padded() -> None:
+    ragged = torch.nested.nested_tensor([randn(1 + i % 3, 3) for i in range(24)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        quick(nn.Linear(3, 1), data=(ragged, Y))
+
+
+@pytest.mark.slow
+def test_exported_programs() -> None:
+    with pytest.raises(TypeError, match=r"pass its module\(\)"):
+        quick(torch.export.export(perceptron(), (X,)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="export it with dynamic_shapes"):
+        quick(torch.export.export(perceptron().eval(), (X,)).module())
+    plain = nn.Sequential(*(layer for layer in perceptron() if not isinstance(layer, nn.Dropout)))
+    whole = torch.export.export(plain, (X,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
+    expected, found = (quick(net).predict(X).mean for net in (plain, whole.module()))
+    assert torch.allclose(expected, found, atol=1e-5)

@@ -32,6 +32,7 @@ from plausible.core.networks import (
     keep_gradients,
     layer_of,
     moving_buffers,
+    plain_name,
     private_copy,
     probe,
     reset_of,
@@ -146,7 +147,7 @@ class Model:
         parameters = {n: p.detach().clone() for n, p in private.named_parameters() if p.requires_grad}
         check_parameters(parameters)
         # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
-        modes = {n: m.training for n, m in network.named_modules()}
+        modes = {plain_name(n): m.training for n, m in network.named_modules()}
         evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
         named = {"initial": parameters, "random": tuple(parameters), "buffers": {}, "evaluated": evaluated}
         named["attributes"] = tuple(attributes(private))  # before it runs: what it keeps then are caches
