@@ -405,3 +405,26 @@ def test_exported_programs() -> None:
     whole = torch.export.export(plain, (X,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
     expected, found = (quick(net).predict(X).mean for net in (plain, whole.module()))
     assert torch.allclose(expected, found, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Encoder(nn.Module):
+    """PyTorch's own transformer, or its attention alone, which in evaluation mode have a fused form without gradients."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.whole, self.head = whole, nn.Linear(4, 1)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1) if whole else nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) if self.whole else self.body(x, x, x, need_weights=False)[0]).mean(1))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_chains_have_gradients_of_attention(whole: bool) -> None:
+    sampler: Any = pl.NUTS(draws=1, warmup=1, chains=2, max_depth=1) if "max_depth" in pl.NUTS.__dataclass_fields__ else pl.NUTS(1, 1)
+    posterior = quick(Encoder(whole), sampler, (randn(6, 5, 4), Y[:6]), likelihood=pl.likelihoods.Gaussian(1.0))
+    assert torch.isfinite(posterior.predict(randn(3, 5, 4)).mean).all()
+    assert torch.backends.mha.get_fastpath_enabled()

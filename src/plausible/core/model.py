@@ -44,7 +44,7 @@ from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
 from plausible.core.random import isolated
 from plausible.core.recomputing import blocks, needs_copies, own_copy
-from plausible.core.transforms import transformed, value_and_gradient
+from plausible.core.transforms import plain_attention, transformed, value_and_gradient
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
@@ -192,7 +192,10 @@ class Model:
         arguments, keywords = self._spread(x)
         if transformed():
             of_network = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
-            with contextlib.nullcontext() if torch.compiler.is_compiling() else blocks(None):
+            with contextlib.ExitStack() as inside:
+                if not torch.compiler.is_compiling():
+                    inside.enter_context(blocks(None))
+                    inside.enter_context(plain_attention())
                 result = functional_call(self.network, of_network, arguments, keywords)
             if self.network.training:
                 for name, left in of_network.items():  # where functional_call leaves what the network assigned to its buffers
