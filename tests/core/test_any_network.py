@@ -424,7 +424,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_chains_have_gradients_of_attention(whole: bool) -> None:
-    sampler: Any = pl.NUTS(draws=1, warmup=1, chains=2, max_depth=1) if "max_depth" in pl.NUTS.__dataclass_fields__ else pl.NUTS(1, 1)
+    sampler = pl.NUTS(draws=1, warmup=1, chains=2, max_depth=1)
     posterior = quick(Encoder(whole), sampler, (randn(6, 5, 4), Y[:6]), likelihood=pl.likelihoods.Gaussian(1.0))
     assert torch.isfinite(posterior.predict(randn(3, 5, 4)).mean).all()
     assert torch.backends.mha.get_fastpath_enabled()
