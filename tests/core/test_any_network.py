@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -428,3 +429,57 @@ def test_chains_have_gradients_of_attention(whole: bool) -> None:
     posterior = quick(Encoder(whole), sampler, (randn(6, 5, 4), Y[:6]), likelihood=pl.likelihoods.Gaussian(1.0))
     assert torch.isfinite(posterior.predict(randn(3, 5, 4)).mean).all()
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+class Tagger(nn.Module):
+    """A class for each word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(7, 3), nn.Linear(3, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).tanh())
+
+
+LENGTHS = [2, 2, 3, 3, 5, 5]
+TAGS = pl.likelihoods.Categorical(ignore_index=-100)
+
+
+def texts(padded: bool) -> torch.utils.data.DataLoader[Any]:
+    """Two texts to a batch, all padded to five words or to the longer of the two."""
+    stream = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 7, (n,), generator=stream) for n in LENGTHS]
+
+    def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+        size = 5 if padded else max(map(len, rows))
+        ids, labels = (torch.stack([F.pad(row, (0, size - len(row)), value=value) for row in rows]) for value in (0, -100))
+        return {"ids": ids, "labels": torch.where(labels < 0, labels, labels % 4)}
+
+    return torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["map", "sgld", "ensemble"])
+def test_batches_may_be_padded_to_lengths_of_their_own(method: str) -> None:
+    fixed, own = (quick(Tagger(), METHODS[method], texts(padded), likelihood=TAGS) for padded in (True, False))
+    for words in (2, 4):
+        ids = torch.arange(words * 3).view(3, words) % 7
+        assert torch.allclose(fixed.predict(ids).probs, own.predict(ids).probs, atol=1e-5)
+        assert own.predict(ids).log_prob(ids % 4).shape == (3,)
+        assert own.functions(ids).shape[1:] == (3, words, 4)
+
+
+def test_other_lengths_in_closed_form_say_what_to_do() -> None:
+    posterior = quick(Tagger(), pl.Laplace("diag", mode=None), texts(True), likelihood=TAGS)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"outputs of shape \(3, 4\) .* pass draws="):
+        posterior.predict(ids)
+    assert posterior.predict(ids, draws=5).probs.shape == (2, 3, 4)
+
+
+def test_targets_of_a_stream_must_be_as_many_as_the_outputs() -> None:
+    rows = [(torch.zeros(3, dtype=torch.long), torch.zeros(4, dtype=torch.long))] * 4
+    with pytest.raises(ValueError, match="targets have shape"):
+        quick(Tagger(), data=torch.utils.data.DataLoader(rows, batch_size=2), likelihood=TAGS)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -115,6 +115,11 @@ class Model:
         for name, value in known.items():
             # frozen: what follows from the fields is computed once, here
             object.__setattr__(self, name, value)
+
+    def may_give(self, shape: Sequence[int]) -> bool:
+        """Whether an example may have outputs of this shape: that of the fit, or other positions (words) before the last axis."""
+        own, given = self.output_shape, tuple(shape)
+        return given == own or (len(given) == len(own) > 1 and given[-1] == own[-1])
 
     @property
     def device(self) -> torch.device:

@@ -302,7 +302,7 @@ def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[
         )
     if not outputs.is_floating_point():
         raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
-    if model.output_shape and tuple(outputs.shape[1:]) != model.output_shape:
+    if model.output_shape and not model.may_give(outputs.shape[1:]):
         raise ValueError(
             f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {model.output_shape}"
         )
