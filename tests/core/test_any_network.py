@@ -483,3 +483,48 @@ def test_targets_of_a_stream_must_be_as_many_as_the_outputs() -> None:
     rows = [(torch.zeros(3, dtype=torch.long), torch.zeros(4, dtype=torch.long))] * 4
     with pytest.raises(ValueError, match="targets have shape"):
         quick(Tagger(), data=torch.utils.data.DataLoader(rows, batch_size=2), likelihood=TAGS)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["map", "samples"])
+@pytest.mark.filterwarnings("ignore")
+def test_gradient_checkpointing_of_transformers(method: str) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+    found = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = library.BertForTokenClassification(library.BertConfig(vocab_size=7, **sizes))
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        data = {"input_ids": TOKENS, "attention_mask": None, "labels": TOKENS % 3}
+        fitted = quick(model.train(), METHODS[method], data, output=lambda result: result.logits)
+        found.append(fitted.predict({"input_ids": TOKENS}).probs)
+    assert torch.allclose(found[0], found[1], atol=1e-5)  # sums of gradients in another order
+    assert torch.allclose(found[0], found[2], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_adjoints_of_torchdiffeq() -> None:
+    library = pytest.importorskip("torchdiffeq")
+
+    class Solved(nn.Module):
+        def __init__(self, solve: Any) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.field, self.head, self.solve = Field(), nn.Linear(3, 1), solve
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.solve(self.field, x, torch.tensor([0.0, 1.0]), method="rk4", options={"step_size": 0.1})[-1])
+
+    class Field(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+
+        def forward(self, t: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(y).tanh()
+
+    plain, adjoint = (quick(Solved(getattr(library, name))).predict(X).mean for name in ("odeint", "odeint_adjoint"))
+    assert torch.allclose(plain, adjoint, atol=1e-3)
