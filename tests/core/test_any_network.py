@@ -53,6 +53,14 @@ class Blocks(nn.Module):
         return self.last(self.run(h) if self.how == "plain" else checkpoint(self.run, h, use_reentrant=self.how == "reentrant"))
 
 
+class Nested(Blocks):
+    """A block inside a block."""
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.first.weight.sum() * h
+        return super().run(h) if self.how == "plain" else checkpoint(super().run, h, use_reentrant=self.how == "reentrant")
+
+
 METHODS = {
     "map": pl.MAP(epochs=3),
     "mean-field": pl.MeanField(epochs=3),
@@ -69,6 +77,12 @@ def test_blocks_that_are_computed_twice_change_nothing(method: str, how: str) ->
     plain, twice = (quick(Blocks(kind), METHODS[method]).predict(X) for kind in ("plain", how))
     assert torch.equal(plain.mean, twice.mean)
     assert torch.equal(plain.epistemic, twice.epistemic)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not"])
+def test_blocks_inside_blocks(how: str) -> None:
+    plain, twice = (quick(Nested(kind), METHODS["map"]).predict(X) for kind in ("plain", how))
+    assert torch.allclose(plain.mean, twice.mean, atol=1e-6)
 
 
 def test_blocks_are_computed_twice_where_that_saves_memory() -> None:
@@ -254,12 +268,13 @@ def test_one_example_sees_one_noise(layout: str, estimator: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", [pl.SGLD(epochs=4, lr=1e-9), pl.MeanField(epochs=1, initial_scale=1e-4)])
-def test_the_summary_tells_what_half_precision_rounds_away(method: Any) -> None:
+def test_the_summary_tells_what_half_precision_rounds_away(method: Any, caplog: pytest.LogCaptureFixture) -> None:
     network = nn.Linear(3, 1)
     nn.init.constant_(network.weight, 1.0)
     nn.init.zeros_(network.bias)
     told = {row[0]: row[2] for row in quick(network.bfloat16(), method, likelihood=pl.likelihoods.Gaussian(1.0)).summary().rows}
     assert "but equal in all draws: bfloat16" in told["weight"]
+    assert "network is in bfloat16" in caplog.text
     assert "equal" not in told["bias"]
     assert "equal" not in {row[0]: row[2] for row in quick(network.float(), method).summary().rows}["weight"]
 

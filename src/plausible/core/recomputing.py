@@ -33,7 +33,7 @@ def blocks(again: Again | None) -> Iterator[None]:
     def generator(block: Callable[..., Any], *settings: Any, **keywords: Any) -> Iterator[None]:
         def rerun(*args: Any, **kwargs: Any) -> Any:
             assert again is not None
-            with again():
+            with again(), blocks(again):  # as at first, also for blocks inside this one
                 return block(*args, **kwargs)
 
         if again is None or not torch.is_grad_enabled():
