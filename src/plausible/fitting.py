@@ -210,6 +210,12 @@ def model_and_examples(
     module = network.network if isinstance(network, Model) else network
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if first is None else first.dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        kind = str(dtype).removeprefix("torch.")
+        log.warning(
+            "network is in %s, which rounds small steps and small noise away: fit network.float(), with precision='bfloat16'",
+            kind,
+        )
     if likelihood is not None and not isinstance(likelihood, Likelihood):
         hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
         raise TypeError(f"likelihood must be one of plausible.likelihoods, got {likelihood!r}{hint}")

@@ -244,7 +244,7 @@ WRONG = {
     "a number": (3.0, ValueError, "leading axis"),
     "nothing": ({}, ValueError, "leading axis"),
     "None": (None, TypeError, "None"),
-    "a None inside": ({"a": np.ones(3), "b": None}, TypeError, "None"),
+    "a None inside": ((np.ones(3), None), TypeError, "None"),
     "rows of several lengths": ([[1.0, 2.0], [3.0]], ValueError, "x must be a rectangular array"),
     "inputs of several lengths": ({"a": np.ones(3), "b": np.ones(4)}, ValueError, r"lengths \[3, 4\]"),
     "a list of rows": ([torch.ones(2), torch.ones(3)], ValueError, "torch.stack"),

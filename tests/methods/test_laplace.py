@@ -698,3 +698,47 @@ def test_rows_that_were_set_aside_end_the_training_and_a_loader_has_none(loaded:
     # without held-out rows the mode is gone to, and is another one after each tuning; with them weights stay where they are
     assert (made["polishing"] > 0, made["tuning"] > 1) == (loaded, loaded)
     assert "doubts" not in posterior.run
+
+
+class _Tagger(nn.Module):
+    """Words, each with a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).tanh())
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_random_columns_come_near_all_of_them(structure: Any) -> None:
+    stream = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 9, (40, 6), generator=stream), torch.randint(0, 5, (40, 6), generator=stream)
+    y[:, 4:] = -100
+    given = {"likelihood": pl.likelihoods.Categorical(ignore_index=-100), "prior": pl.priors.Gaussian(1.0), **QUIET}
+    fits = {n: pl.fit(_Tagger(), (x, y), pl.Laplace(structure, mode=None, columns=n), **given) for n in (None, 6, 23, 24)}
+    exact, few, rough, same = (fits[n].predict(x[:5]).epistemic for n in (None, 6, 23, 24))
+    assert torch.equal(exact, same)  # 6 positions with 4 columns each are all there are
+    assert not torch.equal(exact, rough)
+    for found in (few, rough):  # Σ over 40 examples of columns with a relative scatter of about √(2/6)
+        assert torch.allclose(found, exact, rtol=0.4)
+        assert abs(float(found.mean() / exact.mean()) - 1) < 0.1
+
+
+def test_random_columns_are_of_the_outputs_fisher() -> None:
+    for settings in ({"structure": "lowrank"}, {"curvature": "empirical"}, {"negligible": 1e-5}):
+        with pytest.raises(ValueError, match="columns= samples the outputs' Fisher"):
+            pl.Laplace(**{"structure": "diag", **settings}, columns=3)  # type: ignore[arg-type]
+
+
+def test_many_outputs_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randint(0, 9, (3, 2)), torch.randint(0, 600, (3, 2))
+    network = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 600))
+    pl.fit(network, (x, y), pl.Laplace("diag", mode=None, columns=2), **QUIET)
+    assert "1,200 backward passes and a covariance of" in caplog.text
+    caplog.clear()
+    pl.fit(network, (x[:1], y[:1]), pl.Laplace("diag", mode=None, predictive="sampled", chunk=1), **QUIET)
+    assert "takes 1,200 backward passes for each of 1 examples" in caplog.text
+    assert "columns=10" in caplog.text

@@ -109,7 +109,7 @@ def test_the_folder_holds_safetensors_and_json_alone(saved: Path) -> None:
         with pytest.raises(Exception, match=r"."):
             pickle.loads(file.read_bytes())
     content = json.loads((saved / "posterior.json").read_text())
-    assert content["format"] == 2
+    assert content["format"] == 3
     assert content["library"] == pl.__version__
     assert content["method"]["type"] == "SGLD"
     assert content["method"]["epochs"] == 6
@@ -374,7 +374,7 @@ def test_files_swapped_between_runs_are_noticed(saved: Path, tmp_path: Path) -> 
     [
         lambda text: text.replace('"epochs": 6', '"epochs": 7'),
         lambda text: text.replace('"num_data": 20', '"num_data": 2000'),
-        lambda text: text.replace('"format": 2', '"format": 2, "more": 2'),
+        lambda text: text.replace('"format": 3', '"format": 3, "more": 2'),
     ],
 )
 def test_edited_json_is_noticed(edit: Any, saved: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1}, "has format 1, written by plausible .* which reads format 2"),
+        ({"format": 1}, "has format 1, written by plausible .* which reads format 3"),
         ({"format": None}, "has format None"),
         ({"kind": "oracle"}, "holds a posterior of unknown kind 'oracle'; it needs a newer plausible"),
         ({"kind": None}, "unknown kind None"),
@@ -807,3 +807,13 @@ for path in sys.argv[1:]:  # each in a process of its own, which brings nothing 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("torch.Size([1, 1])") == len(methods), done.stderr
+
+
+def test_the_format_before_can_be_read(saved: Path) -> None:
+    content = storage.read_json(saved / "posterior.json")
+    x = torch.randn(5, 2)
+    expected = pl.load(saved, _network()).predict(x).mean
+    storage.write_json(
+        saved / "posterior.json", {n: v for n, v in content.items() if n not in ("attributes", "copied")} | {"format": 2}
+    )
+    assert torch.equal(pl.load(saved, _network()).predict(x).mean, expected)

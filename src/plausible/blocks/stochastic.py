@@ -183,7 +183,12 @@ def gaussians(
     return made
 
 
-def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], estimator: str) -> dict[str, str]:
+def survey(
+    function: Callable[[Weights], Any],
+    means: Mapping[str, Tensor],
+    estimator: str,
+    larger: Callable[[Weights], Any] | None = None,
+) -> dict[str, str]:
     """For each weight how its noise can be drawn: the estimator where one linear operation uses it, and `FALLBACK` elsewhere.
 
     Where the operation uses the weight at several places of an example (convolutions, linear layers over a sequence), local noise
@@ -191,18 +196,25 @@ def survey(function: Callable[[Weights], Any], means: Mapping[str, Tensor], esti
     Flipout has one draw for all places of an example: it is used there. Calls `function(weights)` once, at the means, in evaluation
     mode, and counts the uses of each weight. One that is used twice (tied, or in a module that is called in a loop), by other
     operations, or by code that hides its operations (a custom `torch.autograd.Function`, a scripted function) is to be sampled.
+
+    Noise is told apart by the first axis of an operation. `larger` is `function` on one more example: where that axis does not
+    grow by one (time comes first, positions share an axis with examples), one example would see several noises, and the weight
+    is to be sampled.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator: got {estimator!r}, expected one of {', '.join(map(repr, ESTIMATORS))}")
     if estimator == "weights":
         return dict.fromkeys(means, estimator)
     # in the place of noise, so that the survey runs the same code as training
-    count = _Survey()
+    count, more = _Survey(), _Survey()
     with torch.enable_grad():  # for `_Survey.count`
         detached = {name: mean.detach() for name, mean in means.items()}
-        function({name: _made(mean, mean, count, estimator, name) for name, mean in detached.items()})
+        for run, found in ((function, count), (larger, more)):
+            if run is not None:
+                run({name: _made(mean, mean, found, estimator, name) for name, mean in detached.items()})
     ways: dict[tuple[str, ...], str] = {("linear",): estimator, ("places",): "flipout"}
-    return {name: ways.get(tuple(count.uses.get(name, ())), FALLBACK) for name in means}
+    examples = {name for name in means if larger is None or more.firsts.get(name, 0) - count.firsts.get(name, 0) == 1}
+    return {name: ways.get(tuple(count.uses.get(name, ())), FALLBACK) if name in examples else FALLBACK for name in means}
 
 
 def log_density(
@@ -232,6 +244,7 @@ class _Survey:
 
     def __init__(self) -> None:
         self.uses: dict[str, list[str]] = {}
+        self.firsts: dict[str, int] = {}  # the length of the first axis of what the last operation gave
 
     def count(self, name: str, use: str) -> None:
         if not torch.is_grad_enabled():  # inside a custom autograd function, which would see no gradient of the weight
@@ -274,6 +287,7 @@ class _Noisy(Interceptor):
             several = mean.numel() > math.prod(_per_example(mean, function))  # the weight acts at several places of one example
             for part in parts:
                 noise.count(part._name, "places" if several else "linear")
+                noise.firsts[part._name] = len(mean) if mean.ndim > AXES[function] + 1 else 0
             return mean
         for part in parts:
             if part._name in noise._spent:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plausible.core import random
+from plausible.core.attributes import duplicate
 from plausible.core.networks import check_network
 
 __all__ = ["LoRA", "lora", "merged"]
@@ -77,7 +78,7 @@ def lora(
     queries, keys and values in `nn.MultiheadAttention` are one bare parameter and no linear layer: they stay frozen.
     """
     check_network(network)
-    copied = copy.deepcopy(network).requires_grad_(False)
+    copied = duplicate(network).requires_grad_(False)
     # adapted layers stay as they are: no adapter of an adapter
     inside = {id(module.base) for module in copied.modules() if isinstance(module, LoRA)}
     layers = {
@@ -97,7 +98,7 @@ def lora(
 def merged(network: nn.Module) -> nn.Module:
     """A copy of the network with plain linear layers of weight W + (α/r)·B A in the place of its `LoRA` layers."""
     check_network(network)
-    copied = copy.deepcopy(network)
+    copied = duplicate(network)
     made: dict[int, nn.Module] = {}
     for module in copied.modules():
         if isinstance(module, LoRA):

@@ -21,6 +21,8 @@ def as_tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta:
             fix = "it has no values" if value.is_meta else f"pass {name}.to_dense()"
+            if value.is_nested:
+                fix = f"pass torch.nested.to_padded_tensor({name}, 0.0), and a mask for what is padded as another input"
             raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout} on {value.device}: {fix}")
         return value.clone() if value.is_inference() else value.detach()  # autograd takes no inference tensors
     if value is None:
@@ -98,8 +100,8 @@ def as_inputs(x: Any, *, dtype: torch.dtype, device: torch.device | str, name: s
             _check_finite(tensor, name)
         return tensor.to(device)
 
-    if isinstance(x, Mapping) and not isinstance(x, dict) and not is_frame(x):
-        x = dict(x)
+    if isinstance(x, Mapping) and not is_frame(x):
+        x = {key: value for key, value in x.items() if value is not None}  # `forward` has defaults for what is not there
     leaves, spec = pytree.tree_flatten(x, is_leaf=_is_leaf)
     converted = [leaf(value) for value in leaves]
     if not converted or any(value.ndim == 0 for value in converted):

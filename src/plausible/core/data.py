@@ -163,6 +163,7 @@ class StreamData:
     def convert(self, item: Any) -> Batch:
         """A collated item (x, y), (x, y, weights) or {…, "labels"} → a checked batch on the device."""
         item = taken_apart(item)
+        _refuse_graphs(item)
         if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
             kind = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
             raise ValueError(
@@ -246,6 +247,7 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     if num_data is not None and (isinstance(num_data, bool) or not hasattr(num_data, "__index__")):
         raise ValueError(f"num_data must be a whole number of at least 1, got {num_data!r}")
     data = taken_apart(data)
+    _refuse_graphs(data[0] if isinstance(data, (tuple, list)) and data else data)
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, (tuple, list)):
@@ -270,6 +272,14 @@ def as_data(data: Any, *, dtype: torch.dtype, device: torch.device, mask: Any = 
     return StreamData(source, total, dtype, device, mask)
 
 
+def _refuse_graphs(item: Any) -> None:
+    if hasattr(item, "edge_index"):
+        raise ValueError(
+            "data are graphs, whose nodes share one axis, so that examples could not be told apart: make them dense with "
+            "torch_geometric.utils, ({'x': to_dense_batch(…), 'adj': to_dense_adj(…)}, y), for layers such as DenseGCNConv"
+        )
+
+
 def taken_apart(item: Any) -> Any:
     """A mapping with "labels" (or "label") as (inputs, targets), the inputs by name; anything else as it is."""
     if not isinstance(item, Mapping) or is_frame(item):
@@ -281,7 +291,8 @@ def taken_apart(item: Any) -> Any:
 def collated(items: list[Any]) -> Any:
     """Examples as one batch; the lists of numbers that mappings hold in some data sets are arrays."""
     if isinstance(items[0], Mapping):
-        items = [{k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in item.items()} for item in items]
+        given = ({k: v for k, v in item.items() if v is not None} for item in items)
+        items = [{k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in item.items()} for item in given]
     return default_collate(items)
 
 

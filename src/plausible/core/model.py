@@ -8,9 +8,9 @@ they are given and run under `torch.func` transforms, `torch.compile` and CUDA-g
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plausible.core import weights as tree
+from plausible.core.attributes import attributes, duplicate
 from plausible.core.data import Batch, num_rows, read_inputs
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
@@ -31,16 +32,19 @@ from plausible.core.networks import (
     keep_gradients,
     layer_of,
     moving_buffers,
+    plain_name,
     private_copy,
     probe,
     reset_of,
     slots,
+    with_leaves,
     without_cudnn,
 )
 from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
-from plausible.core.transforms import transformed, value_and_gradient
-from plausible.core.turns import alone
+from plausible.core.random import isolated
+from plausible.core.recomputing import blocks, needs_copies, own_copy
+from plausible.core.transforms import plain_attention, transformed, value_and_gradient
 from plausible.core.weights import Weights
 from plausible.core.words import log
 
@@ -84,6 +88,8 @@ class Model:
     temperature: Any = 1.0  # a number, or a 0-d tensor where settings are stacked
     precision: torch.dtype | None = None
     evaluated: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()  # tensors that the network holds without registering them
+    copied: bool = False  # each pass with gradients runs on a copy of the network: see `core.recomputing`
     writes: dict[bool, bool] = field(default_factory=dict, repr=False)  # to inputs, in training or not; where that is known
     closed: dict[str, float] | None = field(init=False, repr=False)  # precisions by name, where the prior is a centred Gaussian
     points: tuple[str, ...] = field(init=False, repr=False)
@@ -109,6 +115,11 @@ class Model:
         for name, value in known.items():
             # frozen: what follows from the fields is computed once, here
             object.__setattr__(self, name, value)
+
+    def may_give(self, shape: Sequence[int]) -> bool:
+        """Whether an example may have outputs of this shape: that of the fit, or other positions (words) before the last axis."""
+        own, given = self.output_shape, tuple(shape)
+        return given == own or (len(given) == len(own) > 1 and given[-1] == own[-1])
 
     @property
     def device(self) -> torch.device:
@@ -141,10 +152,12 @@ class Model:
         parameters = {n: p.detach().clone() for n, p in private.named_parameters() if p.requires_grad}
         check_parameters(parameters)
         # Submodules that the user put into evaluation mode inside a module in training mode stay in it.
-        modes = {n: m.training for n, m in network.named_modules()}
+        modes = {plain_name(n): m.training for n, m in network.named_modules()}
         evaluated = tuple(n for n, training in modes.items() if modes[""] and not training)
         named = {"initial": parameters, "random": tuple(parameters), "buffers": {}, "evaluated": evaluated}
+        named["attributes"] = tuple(attributes(private))  # before it runs: what it keeps then are caches
         model = cls(private, likelihood, prior, num_data, output=output, precision=precision, **named)  # type: ignore[arg-type]
+        model = replace(model, copied=needs_copies(lambda own: with_leaves(replace(model, copied=own), example)))
         outputs, uses = probe(model, example)
         model = replace(model, output_shape=tuple(outputs.shape[1:]), target_ndim=example.y.ndim)
         # before anything is trained: shapes that broadcast would give a wrong answer, not an error
@@ -184,30 +197,56 @@ class Model:
         arguments, keywords = self._spread(x)
         if transformed():
             of_network = {name: v for name, v in variables.items() if not name.startswith("likelihood.")}
-            result = functional_call(self.network, of_network, arguments, keywords)
+            with contextlib.ExitStack() as inside:
+                if not torch.compiler.is_compiling():
+                    inside.enter_context(blocks(None))
+                    inside.enter_context(plain_attention())
+                result = functional_call(self.network, of_network, arguments, keywords)
             if self.network.training:
                 for name, left in of_network.items():  # where functional_call leaves what the network assigned to its buffers
                     if name not in self.initial:
                         carry_over(variables[name], left)
             return result
+        if self.copied and torch.is_grad_enabled():
+            network = own_copy(self.network, variables)
+            result = network(*arguments, **keywords)
+            self._carry_over(variables, slots(network))
+            return result
+
+        def again() -> contextlib.AbstractContextManager[None]:
+            # running statistics are updated once
+            return self._holding({n: v if n in self.initial else v.clone() for n, v in variables.items()})
+
         # Eager: put the tensors straight into the private copy; functional_call costs as much as a small layer.
+        # whoever watches the pass, or stands for weights in it, would see the blocks twice
+        watched = torch._C._len_torch_function_stack() > 0 or any(
+            map(torch.overrides.has_torch_function_unary, variables.values())
+        )
+        with self._holding(variables), blocks(None if watched else again):
+            result = self.network(*arguments, **keywords)
+            self._carry_over(variables, self._slots)
+            return result
+
+    @contextlib.contextmanager
+    def _holding(self, variables: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the private copy holds these tensors."""
         kept = []
         for key, value in variables.items():
             for holder, name in self._slots.get(key, ()):
                 kept.append((holder, name, holder[name]))
                 holder[name] = value
         try:
-            result = self.network(*arguments, **keywords)
-            if self.network.training:
-                for key, value in variables.items():
-                    if key not in self.initial and key in self._slots:
-                        holder, name = self._slots[key][0]
-                        carry_over(value, holder[name])
-            return result
+            yield
         # also where the forward pass failed: the private copy must not keep somebody's tensors
         finally:
             for holder, name, value in kept:
                 holder[name] = value
+
+    def _carry_over(self, variables: Mapping[str, Tensor], places: Mapping[str, Any]) -> None:
+        for key, value in variables.items() if self.network.training else ():
+            if key not in self.initial and key in places:
+                holder, name = places[key][0]
+                carry_over(value, holder[name])
 
     def outputs(self, weights: Mapping[str, Tensor], x: Any, *, train: bool = False) -> Tensor:
         """f(x; w) for one set of weights (buffers may be among them): [N, *outputs].
@@ -361,7 +400,7 @@ class Model:
         """The same model with all tensors on another device."""
         return replace(
             self,
-            network=copy.deepcopy(self.network).to(device),
+            network=duplicate(self.network).to(device),
             initial=tree.to(self.initial, device),
             buffers=tree.to(self.buffers, device),
         )
@@ -375,7 +414,7 @@ class Model:
         """
         # modules reset themselves by the global generator: seed it from ours, and put it back
         seed = int(torch.randint(2**62, (), generator=generator))
-        network = copy.deepcopy(self.network)
+        network = duplicate(self.network)
         devices = {w.device for w in self.initial.values() if w.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             torch.manual_seed(seed)
@@ -396,7 +435,7 @@ class Model:
         first = _first(self.initial)
         inputs = read_inputs(x, dtype=first.dtype, device=first.device)
         stacked = self.prior.sample(self.initial, stream_of(seed, 11), draws)
-        with torch.no_grad(), alone():
+        with torch.no_grad(), isolated(seed, first.device):
             outputs = [self.outputs({**tree.index(stacked, s), **self.buffers}, inputs) for s in range(draws)]
         return torch.stack(outputs)
 

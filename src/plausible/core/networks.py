@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plausible.core import weights as tree
+from plausible.core.attributes import duplicate
 from plausible.core.data import Batch, num_rows, take
 from plausible.core.weights import Weights
 
@@ -37,7 +37,8 @@ class OutputError(TypeError):
 def check_network(network: nn.Module) -> None:
     """Refuse what cannot be fitted: not a module, lazy parameters, tensors without values or on several devices."""
     if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+        hint = "; pass its module()" if isinstance(network, torch.export.ExportedProgram) else ""
+        raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}{hint}")
     if isinstance(network, torch.jit.ScriptModule):
         raise TypeError("network is a TorchScript module, whose weights cannot be exchanged; pass the module it was made from")
     held = [*network.named_parameters(), *network.named_buffers()]
@@ -47,6 +48,12 @@ def check_network(network: nn.Module) -> None:
         raise ValueError(
             f"network has tensors without values, on the meta device ({empty[0]}, …): materialise it with "
             "network.to_empty(device='cpu') and initialise or load its weights before fitting"
+        )
+    norms = (n for n, m in network.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None)
+    if (norm := next(norms, None)) is not None:
+        raise ValueError(
+            f"network has batch norm without running statistics ({norm or 'itself'}): what it predicts for one example depends on "
+            "the others; use track_running_stats=True, or nn.GroupNorm"
         )
     devices = {p.device for p in network.parameters()}
     if len(devices) > 1:
@@ -94,11 +101,26 @@ def private_copy(network: nn.Module) -> nn.Module:
     """A copy in evaluation mode, so that the user's module is never changed."""
     check_network(network)
     try:
-        return keep_gradients(copy.deepcopy(network).eval())
+        return keep_gradients(_plain(duplicate(network)).eval())
     except Exception as error:  # whatever a module's __deepcopy__ or __reduce__ may raise
         raise ValueError(
             f"network cannot be copied ({error}); modules must support copy.deepcopy so that yours is never changed"
         ) from error
+
+
+def _plain(network: nn.Module) -> nn.Module:
+    """The network without what stands between its modules and others: compiled code, and gradients as sparse tensors."""
+    for module in list(network.modules()):
+        for name, child in list(module._modules.items()):
+            module._modules[name] = getattr(child, "_orig_mod", child)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+    return getattr(network, "_orig_mod", network)
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter in the network without compiled code around its modules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def keep_gradients(network: nn.Module) -> nn.Module:
@@ -264,9 +286,11 @@ def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[
         outputs = model.outputs(variables, x, train=train)
     except OutputError:
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         whole = any(not (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.tensors(x))
         hint = "; integers and booleans reach it as they are: convert features and images, say x.float()" if whole else ""
+        if isinstance(model.network, torch.fx.GraphModule):
+            hint += "; export it with dynamic_shapes, so that it takes any number of examples"
         mode = " in training mode" if train else ""
         problem = f"network could not be run on the inputs x ({describe(x)}){mode}"
         raise ValueError(f"{problem}: {type(error).__name__}: {error}{hint}") from error
@@ -278,18 +302,23 @@ def check_inputs(model: Model, x: Any, *, train: bool = False, weights: Mapping[
         )
     if not outputs.is_floating_point():
         raise TypeError(f"network outputs must be floating point, got {outputs.dtype}")
-    if model.output_shape and tuple(outputs.shape[1:]) != model.output_shape:
+    if model.output_shape and not model.may_give(outputs.shape[1:]):
         raise ValueError(
             f"x gives outputs of shape {tuple(outputs.shape[1:])} per example, the model was built for {model.output_shape}"
         )
     return outputs
 
 
-def probe(model: Model, example: Batch) -> tuple[Tensor, dict[str, int]]:
-    """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+def with_leaves(model: Model, example: Batch) -> tuple[Tensor, Weights]:
+    """Outputs for a few examples, and leaves of autograd that stood for the weights."""
     leaves = {n: w.detach().requires_grad_() for n, w in model.initial.items()}
     with torch.enable_grad():
-        outputs = check_inputs(model, example.x, weights=leaves)
+        return check_inputs(model, example.x, weights=leaves), leaves
+
+
+def probe(model: Model, example: Batch) -> tuple[Tensor, dict[str, int]]:
+    """Run the network on a few examples: its outputs, and for each weight that influences them when it was used last."""
+    outputs, leaves = with_leaves(model, example)
     try:
         with torch.no_grad():
             one = model.outputs({**model.initial, **model.buffers}, take(example.x, [0]))

@@ -71,6 +71,20 @@ def transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Inside, PyTorch's transformers run layer by layer: their fused evaluation mode has no gradient, and no rule for `vmap`.
+
+    They look at whether their inputs require gradients, which inside a transform is not to be seen.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 _closed_over = False
 
 

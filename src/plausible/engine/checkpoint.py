@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from plausible.core import serialise, storage
+from plausible.core.attributes import attributes
 from plausible.core.data import Data
 from plausible.core.model import Model
 from plausible.core.storage import DrawWriter
@@ -253,6 +254,7 @@ def identity(
     """What tells runs apart: a checkpoint can only be resumed by a run in which all of this is the same."""
     everything = (*model.network.named_parameters(), *model.network.named_buffers())
     fixed = [(name, value) for name, value in everything if name not in model.initial and name not in model.buffers]
+    fixed += attributes(model.network, model.attributes).items()
     return {
         "method": serialise.encode(method, strict=False),
         "likelihood": serialise.encode(model.likelihood, strict=False),

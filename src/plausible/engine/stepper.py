@@ -224,6 +224,7 @@ def make(mode: StepMode, step: Step, model: Model, run: Run[Any], state: Any, so
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         log.warning("this step could not be %s (%s): it runs eagerly", "captured" if "captured" in mode else "compiled", reason)
         log.debug("the reason in full", exc_info=True)
+        torch._C._autograd._saved_tensors_hooks_enable()  # which a transform that failed while it was traced has left disabled
         # from the state as it was: the failed attempt may have written into the old one
         return Eager(step, model, run, snapshot, source), "eager"
     finally:

@@ -90,9 +90,12 @@ class Posterior(ABC):
         """Means and scales (None: there are none) of the random weights of each network: one, or one for each chain."""
         raise TypeError(f"a {type(self).__name__} has no means and scales of weights, so it cannot be pruned")
 
-    def try_inputs(self, inputs: Any) -> None:
-        """Evaluate one example: inputs that do not fit are then an error of `predict`, and not of the first look at its result."""
-        self._evaluated(take(inputs, slice(0, 1)), 1, 0)
+    def try_inputs(self, inputs: Any) -> tuple[int, ...]:
+        """Evaluate one example, whose outputs have this shape.
+
+        Inputs that do not fit are then an error of `predict`, and not of the first look at its result.
+        """
+        return tuple(self._evaluated(take(inputs, slice(0, 1)), 1, 0).outputs.shape[2:])
 
     def status(self, name: str) -> str:
         """How the weight of this name was inferred, in words."""
@@ -116,24 +119,24 @@ class Posterior(ABC):
         x: inputs, or a data set or loader as `fit` takes it (not shuffled), whose inputs are read into memory.
         Nothing but one example is evaluated here; the rest is when the `Predictive` is asked for something, of a copy of x.
         """
-        inputs, draws = self._asked(x, draws, seed, batch_size)
+        inputs, draws, shape = self._asked(x, draws, seed, batch_size)
         return Predictive(
             self.likelihood,
             lambda rows: self._evaluated(take(inputs, rows), draws, seed, batch_size),
             num_inputs=num_rows(inputs),
             num_draws=self.num_draws(draws),
-            output_shape=self.model.output_shape,
+            output_shape=shape,
         )
 
-    def _asked(self, x: Any, draws: int | None, seed: int, batch_size: int | None) -> tuple[Any, int | None]:
-        """The arguments of `predict`, checked: the inputs as tensors, and the number of draws."""
+    def _asked(self, x: Any, draws: int | None, seed: int, batch_size: int | None) -> tuple[Any, int | None, tuple[int, ...]]:
+        """The arguments of `predict`, checked: the inputs as tensors, the number of draws, and the shape of an input's outputs."""
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
         inputs = self.inputs(x, own=True)
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
             raise ValueError(f"batch_size must be a whole number of at least 1, or None, got {batch_size!r}")
-        self.try_inputs(inputs)
-        return inputs, check_draws(draws)
+        shape = self.try_inputs(inputs)
+        return inputs, check_draws(draws), shape
 
     def inputs(self, x: Any, *, own: bool = False) -> Any:
         """The inputs x, or those of a data set or loader, as tensors of the network's type, on its device; `own`: as a copy."""
@@ -152,7 +155,7 @@ class Posterior(ABC):
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Refuse outputs of another shape than those of the fit."""
-        if tuple(shape) != tuple(self.model.output_shape):
+        if not self.model.may_give(shape):
             fitted = tuple(self.model.output_shape)
             raise ValueError(f"x gives outputs of shape {tuple(shape)} per example, the data it was fitted on gave {fitted}")
 
@@ -225,12 +228,30 @@ class Posterior(ABC):
         """Stored draws as arviz's `InferenceData`: weights by name, `f` at `x`, statistics of transitions (extra `mcmc`)."""
         raise TypeError(f"a {type(self).__name__} has no chains: it does not keep draws in their order")
 
+    def _rounded_away(self) -> dict[str, str]:
+        """The random weights in half precision that are equal in all draws, and what to say of them."""
+        narrow = [n for n in self.model.random if self.model.initial[n].dtype in (torch.bfloat16, torch.float16)]
+        try:
+            drawn = self.weights(4) if narrow and self.num_draws(4) > 1 else {}
+        except TypeError:  # it has none
+            drawn = {}
+        if not drawn:
+            return {}
+        equal = [name for name in narrow if name in drawn and bool((drawn[name] == drawn[name][:1]).all())]
+        kind = str(self.model.initial[narrow[0]].dtype).removeprefix("torch.")
+        return dict.fromkeys(equal, f", but equal in all draws: {kind} rounds their differences away, fit network.float()")
+
     def summary(self) -> Table:
         """What was inferred, weight by weight: `print` it, or let a notebook show it."""
         model, masks = self.model, self.masks
         named = {**dict(model.network.named_parameters()), **model.noise(model.initial)}
+        lost = self._rounded_away()
         rows = [
-            (name, tuple(weight.shape), self.status(name) + _sparsity([masks[name]] if name in masks else []))
+            (
+                name,
+                tuple(weight.shape),
+                self.status(name) + lost.get(name, "") + _sparsity([masks[name]] if name in masks else []),
+            )
             for name, weight in named.items()
         ]
         head = f"{self.method_name} posterior, {type(model.likelihood).__name__} likelihood"
@@ -294,9 +315,13 @@ def data_for(model: Model, data: Any, mask: Any = None) -> Data:
 
 def checked(model: Model, data: Data) -> Data:
     """The data with their targets checked by the likelihood: those of arrays now, those of a stream batch by batch as they come."""
+    own = model.output_shape
 
     def check(y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        targets = model.likelihood.check(torch.Size((len(y), *model.output_shape)), y, mask=mask)
+        # batches of a stream may be padded to lengths of their own
+        positions = own[:-1] if isinstance(data, ArrayData) else tuple(y.shape[1 : len(own)])
+        shape = (*positions, own[-1]) if len(positions) == len(own) - 1 else own
+        targets = model.likelihood.check(torch.Size((len(y), *shape)), y, mask=mask)
         return targets, model.likelihood.observed(y, mask)
 
     if isinstance(data, ArrayData):

@@ -87,8 +87,8 @@ class DrawsPosterior(Posterior):
             values, noise = values[order], tree.index(noise, order)
         return Draws(values, noise)
 
-    def try_inputs(self, inputs: Any) -> None:
-        try_network(self, inputs)
+    def try_inputs(self, inputs: Any) -> tuple[int, ...]:
+        return try_network(self, inputs)
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         stored = self.store.get(self.rows(check_draws(draws), seed), self.device)
@@ -133,12 +133,13 @@ class IndependentDraws(DrawsPosterior):
         return f"The {len(self):,} draws are independent: there is no chain that could fail to converge."
 
 
-def try_network(posterior: Posterior, inputs: Any) -> None:
+def try_network(posterior: Posterior, inputs: Any) -> tuple[int, ...]:
     """Run the network on one example with weights that are at hand, which costs less than a draw."""
     model, first = posterior.model, take(inputs, slice(0, 1))
-    with torch.no_grad(), naming_x():
+    with torch.no_grad(), random.isolated(0, posterior.device), naming_x():  # networks may draw numbers themselves
         outputs = model.outputs({**model.initial, **model.buffers}, first)
     posterior.check_shape(outputs.shape[1:])
+    return tuple(outputs.shape[1:])
 
 
 def chain_moments(store: DrawStore, names: Sequence[str], chains: int) -> list[tuple[Weights, Weights | None]]:

@@ -340,8 +340,8 @@ class LawPosterior(Posterior):
         options: Any = {"fixed": self.points, "batch_size": batch_size, "block": self.law.block}
         return Draws(*outputs_of_draws(self.model, source, self.num_draws(draws), inputs, **options))
 
-    def try_inputs(self, inputs: Any) -> None:
-        try_network(self, inputs)
+    def try_inputs(self, inputs: Any) -> tuple[int, ...]:
+        return try_network(self, inputs)
 
     def weights(self, draws: int | None = None, seed: int = 0) -> Weights:
         drawn = self.law.draws(0, self.num_draws(check_draws(draws)), seed)

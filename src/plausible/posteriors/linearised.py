@@ -290,7 +290,12 @@ class LaplacePosterior(LawPosterior):
         """In closed form, or with `draws` (and where functions are sampled) the mixture over that many functions."""
         if not self.linearised or draws is not None:
             return super().predict(x, draws, seed, batch_size)
-        inputs, _ = self._asked(x, draws, seed, batch_size)
+        inputs, _, shape = self._asked(x, draws, seed, batch_size)
+        if shape != self.model.output_shape:
+            raise ValueError(
+                f"x gives outputs of shape {shape} per example and the fit had {self.model.output_shape}: predictions in "
+                "closed form are for that; pass draws=, or fit with predictive='sampled'"
+            )
 
         def moments(rows: slice) -> tuple[Tensor, Tensor]:
             with naming_x():

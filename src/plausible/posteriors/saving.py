@@ -5,7 +5,7 @@ how to be rebuilt from them. Everything else is here: a folder of safetensors an
 does not fit.
 
 posterior.json          format, library version, kind, settings, method, likelihood, prior, names and shapes, history, checksums
-fixed.safetensors       parameters and buffers of the network that were not inferred
+fixed.safetensors       parameters, buffers and other tensors of the network that were not inferred
 tensors.safetensors     the named tensors
 draws-….safetensors     the draws, in shards
 masks.safetensors       of a pruned posterior: which weights were kept
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from plausible._version import __version__
 from plausible.core import serialise, storage
 from plausible.core import weights as tree
+from plausible.core.attributes import attributes, put_back
 from plausible.core.likelihoods import Likelihood
 from plausible.core.model import Model
 from plausible.core.networks import private_copy
@@ -38,7 +39,8 @@ from plausible.engine.checkpoint import plain
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
 
-FORMAT = 2
+FORMAT = 3
+EARLIER: dict[str, Any] = {"format": 2, "attributes": {}, "copied": False}  # the format before, and what it did not say
 IN_MEMORY = 512 * 2**20
 """Bytes of draws up to which they are read into memory by `load`."""
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
@@ -148,6 +150,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
     trained = set(model.initial) | set(model.buffers)
     everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
     fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
+    plain_ones = attributes(model.network, model.attributes)
     dtypes = {name: value.dtype for name, value in {**model.initial, **model.buffers}.items()}
     return {
         "format": FORMAT,
@@ -166,7 +169,9 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "buffers": {name: list(value.shape) for name, value in model.buffers.items()},
         "fixed": {name: list(value.shape) for name, value in fixed.items()},
         "random": list(model.random),
-        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", fixed),
+        "attributes": {name: list(value.shape) for name, value in plain_ones.items()},
+        "copied": model.copied,
+        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", {**fixed, **plain_ones}),
         **plain(_write_content(posterior, folder)),
     }
 
@@ -242,7 +247,9 @@ def load(
     if not folder.is_dir():
         raise FileNotFoundError(f"path={str(folder)!r} is not a folder; expected one written by posterior.save()")
     content = storage.read_json(folder / "posterior.json")
-    if content.get("format") != FORMAT:
+    if content.get("format") == EARLIER["format"]:
+        content = {**EARLIER, **content}
+    elif content.get("format") != FORMAT:
         raise ValueError(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
@@ -282,8 +289,11 @@ def _read(
     fixed = storage.read_tensors(folder / "fixed.safetensors", content["fixed_sha256"])
     holders = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     _require_shapes(fixed, content["fixed"], folder / "fixed.safetensors")
-    for name, value in fixed.items():
-        holders[name].data = value.to(device)
+    for name in content["fixed"]:
+        holders[name].data = fixed[name].to(device)
+    held = content["attributes"]
+    _require_shapes(fixed, held, folder / "fixed.safetensors")
+    put_back(network, {name: fixed[name] for name in held})
     dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
     # starting weights are no part of a posterior: zeros say names, shapes and types
     initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
@@ -309,6 +319,8 @@ def _read(
         target_ndim=int(content["target_ndim"]),
         temperature=float(content["temperature"]),
         precision=None if content["precision"] is None else DTYPES[content["precision"]],
+        attributes=tuple(held),
+        copied=bool(content["copied"]),
     )
     stored_method = content["method"]
     if _has_opaque(stored_method):  # it, or one inside it, is the user's own code: the name is all there is

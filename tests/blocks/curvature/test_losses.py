@@ -256,3 +256,16 @@ def test_bad_input_is_named() -> None:
         losses.root(Correlated(), outputs, mask=torch.ones(4, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="learned noise needs its weight"):
         losses.root(likelihoods.Gaussian(), outputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_columns_are_right_in_expectation(case: str) -> None:
+    likelihood, shape, noise = CASES[case]
+    fisher, count = losses.output_fisher(likelihood, outputs_of(shape), noise), 3000
+    found = losses.Sketch(fisher, count, seed=1).root().reshape(count, shape[0], -1)
+    exact = fisher.blocks()
+    size = exact.diagonal(dim1=-2, dim2=-1)
+    deviation = ((size[:, :, None] * size[:, None, :] + exact.square()) / count).sqrt()
+    assert (torch.einsum("kbi,kbj->bij", found, found) - exact).abs().le(5 * deviation + 1e-12).all()
+    assert torch.equal(found[3:5], losses.Sketch(fisher, count, seed=1).root(slice(3, 5)).reshape(2, shape[0], -1))
+    assert not torch.equal(found, losses.Sketch(fisher, count, seed=2).root().reshape(count, shape[0], -1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Columns:
     `choice` are those of each example's own that count; None stands for all.
     """
 
-    def __init__(self, fisher: OutputFisher, choice: Choice | None, weight: Tensor | None, first: Tensor | None = None):
+    def __init__(self, fisher: Any, choice: Choice | None, weight: Tensor | None, first: Tensor | None = None):
         self._fisher, self._choice, self._first = fisher, choice, first
         self._scale = None if weight is None else weight.sqrt().reshape(1, -1, *[1] * (len(fisher.shape) - 1))
 

@@ -20,7 +20,6 @@ from plausible.blocks.curvature.dense import Dense, ExactHessian, Subset
 from plausible.blocks.curvature.kronecker import Kronecker, Sharing
 from plausible.blocks.curvature.layers import Layer, Part, keep_freed_memory
 from plausible.blocks.curvature.linearising import Linearisation
-from plausible.blocks.curvature.losses import OutputFisher
 from plausible.blocks.curvature.low_rank import Eigenpairs, LowRank
 from plausible.blocks.curvature.structures import Block, Curvature, CurvatureName, Diagonal, StructureName, apart, assigned
 from plausible.core import memory
@@ -107,6 +106,7 @@ def start(
     rank: int = 20,
     chunk: int | None = None,
     negligible: float = 0.0,
+    columns: int | None = None,
     seed: int = 0,
     chosen: Tensor | None = None,
     tally: Tally | None = None,
@@ -115,7 +115,8 @@ def start(
 
     `precision` are those of the prior: weights and biases of a layer share Kronecker factors where theirs agree. `chunk`
     examples are looked at together; None chooses so many that matrix products are efficient, in at most half a GiB. Columns of
-    the outputs' Fisher that have at most the share `negligible` of what is known about any output are left out. `chosen` are
+    the outputs' Fisher that have at most the share `negligible` of what is known about any output are left out; `columns` are so
+    many random combinations of them for each example, by which H is right in expectation. `chosen` are
     numbers of elements, in the order of the layers: the full matrix of these alone. `tally` is filled on the way, except by
     "lowrank" and by the Hessian, which do not look at the layers.
     """
@@ -133,7 +134,7 @@ def start(
     if curvature == "hessian":
         return ExactHessian(model, at.weights, data, plan(layers, structure), structure, chunk)
     blocks = plan(layers, structure, precision, sharing) if chosen is None else [Subset(layers, chosen)]
-    return _Sums(at, data, first, blocks, structure, curvature, chunk, negligible, tally)
+    return _Sums(at, data, first, blocks, structure, curvature, chunk, negligible, tally, columns, seed)
 
 
 class _Sums:
@@ -156,7 +157,10 @@ class _Sums:
         chunk: int | None,
         negligible: float,
         tally: Tally | None,
+        columns: int | None,
+        seed: int,
     ):
+        self.sketched, self.columns, self.seed = 0, columns, seed
         self.model, self.at, self.blocks, self.structure, self.tally = at.model, at, list(blocks), structure, tally
         # corrected eigenvalues need the eigenbases, which one pass over the data must find first
         self.passes, self.turn = 2 if structure == "ekfac" else 1, 0
@@ -249,9 +253,13 @@ class _Sums:
             inputs = c if whole else c[:, :-1] if block.layer.weighted else torch.ones_like(c[:, :1])
             block.add_final(inputs, b, batch.weight)
 
-    def _fisher(self, batch: Batch, outputs: Tensor | None = None) -> OutputFisher:
+    def _fisher(self, batch: Batch, outputs: Tensor | None = None) -> Any:
         outputs = self.at.outputs(batch.x) if outputs is None else outputs
-        return losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
+        fisher = losses.output_fisher(self.model.likelihood, outputs, self.noise, batch.mask, batch.y)
+        if self.columns is None or fisher.num_roots <= self.columns:
+            return fisher
+        self.sketched += 1  # each batch has signs of its own
+        return losses.Sketch(fisher, self.columns, self.seed + self.sketched)
 
     def _gradients(self, batch: Batch, outputs: Tensor) -> Tensor:
         score = losses.gradient(self.model.likelihood, outputs, batch.y, self.noise, batch.mask)
@@ -286,7 +294,7 @@ class _Sums:
         return Curvature(self.blocks, self.structure)
 
     def tensors(self) -> dict[str, Tensor]:
-        state = {"turn": torch.tensor(self.turn)}
+        state = {"turn": torch.tensor(self.turn), "sketched": torch.tensor(self.sketched)}
         state |= {f"block {i}.sum.{n}": v for i, block in enumerate(self.blocks) for n, v in block.sums.items()}
         if self.turn:
             state |= {f"block {i}.kept.{n}": v for i, block in enumerate(self.blocks) for n, v in block.tensors().items()}
@@ -306,6 +314,7 @@ class _Sums:
         if self.portions is not None:
             self.portions = self._portions()
             self.portions.restore(below("portions."))
+        self.sketched = int(tensors["sketched"])
         if self.tally is not None:
             self.tally.sums.update(below("tally."))
 

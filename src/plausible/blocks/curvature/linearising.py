@@ -44,7 +44,7 @@ class Linearisation:
     def _record(self, x: Any, grad: bool) -> tuple[Tensor, list[Use], Weights]:
         """Run the network: its outputs, every linear use of a random weight in order, and the leaves that stood for the weights."""
         leaves = {name: self.weights[name].detach().requires_grad_(grad) for name in self.names}
-        with torch.set_grad_enabled(grad), Recorder(leaves) as recorder:
+        with torch.enable_grad(), Recorder(leaves) as recorder:  # without a graph where no leaf asks for one
             recorder.cloning = self.cloning
             outputs = self.model.outputs({**self.weights, **leaves}, x)
         self._others = set(self.names) if recorder.ragged else recorder.others
@@ -65,8 +65,7 @@ class Linearisation:
         # the axis that grows from two examples to three is that of the examples
         three = tree_map(moved, take(x, [0, 1 % rows, 2 % rows]))
         two = take(three, [0, 1])
-        with torch.no_grad():
-            uses, more = (self._record(part, grad=False)[1] for part in (two, three))
+        uses, more = (self._record(part, grad=False)[1] for part in (two, three))
         self.axes: dict[tuple[str | None, str | None], list[tuple[int, str]]] = {}
         others = set(self._others) if len(uses) == len(more) else set(self.names)
         for a, b in zip(uses, more):

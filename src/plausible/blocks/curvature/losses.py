@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plausible.core import likelihoods
+from plausible.core import likelihoods, random
 from plausible.core.likelihoods import Likelihood
 from plausible.core.transforms import value_and_gradient
 
@@ -105,6 +105,10 @@ class OutputFisher(ABC):
         return _block_diagonal(self._blocks())
 
     @abstractmethod
+    def _combined(self, signs: Tensor) -> Tensor:
+        """L ξ for ξ of one number for each output [k, B, P, C], with some root L of F_b: [k, B, P, C]."""
+
+    @abstractmethod
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
         """These columns of the roots of these positions: [k, B, C]."""
 
@@ -142,6 +146,9 @@ class Elementwise(OutputFisher):
 
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:  # noqa: ARG002
         return self._values.sqrt().T[position, :, None]
+
+    def _combined(self, signs: Tensor) -> Tensor:
+        return self._values.sqrt()[..., None] * signs
 
     def diagonal(self) -> Tensor:
         return self._values[..., None]
@@ -184,6 +191,10 @@ class Softmax(OutputFisher):
         common = torch.cat([p[..., :-1], p[..., -1:] + s], -1) / (1 + s)
         unit = F.one_hot(column, self._p.shape[-1]).to(p.dtype)[:, None]
         return self._p[:, position, column].T[..., None].sqrt() * (unit - common)
+
+    def _combined(self, signs: Tensor) -> Tensor:
+        turned = self._p.sqrt() * signs
+        return turned - self._p * turned.sum(-1, keepdim=True)
 
     @cached_property
     def _falling(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,6 +258,9 @@ class DenseFisher(OutputFisher):
     def _columns(self, position: Tensor, column: Tensor) -> Tensor:
         return self._root[:, position, :, column]
 
+    def _combined(self, signs: Tensor) -> Tensor:
+        return torch.einsum("bpij,kbpj->kbpi", self._root, signs)
+
     def diagonal(self) -> Tensor:
         return self._matrices.diagonal(dim1=-2, dim2=-1)
 
@@ -266,6 +280,26 @@ class DenseFisher(OutputFisher):
 
     def _blocks(self) -> Tensor:
         return self._matrices
+
+
+class Sketch:
+    """M random columns of each example in the place of all: S = L Ξ/√M, Ξ of random signs, so that E S Sᵀ = F_b.
+
+    The entry ij of S Sᵀ has the variance (F_ii F_jj + F_ij² − 2 Σ_k L_ik² L_jk²)/M. `seed` is that of the signs.
+    """
+
+    def __init__(self, fisher: OutputFisher, columns: int, seed: int):
+        self.shape, self.num_roots, self._fisher, self._seed = fisher.shape, columns, fisher, seed
+
+    @cached_property
+    def _all(self) -> Tensor:
+        diagonal = self._fisher.diagonal()
+        uniform = torch.rand((self.num_roots, *diagonal.shape), generator=random.generator(self._seed, 71))
+        signs = (1 - 2 * (uniform < 0.5).to(diagonal.dtype)).to(diagonal.device)
+        return self._fisher._combined(signs).reshape(self.num_roots, *self.shape) / self.num_roots**0.5
+
+    def root(self, columns: slice | None = None) -> Tensor:
+        return self._all[columns or slice(None)]
 
 
 def _block_diagonal(matrices: Tensor) -> Tensor:

@@ -90,6 +90,9 @@ class Recorder(Watch):
 
     def keep(self, use: Use) -> Tensor:
         """Remember a use; what the network gets of it (a copy where it is going to write into it)."""
+        if not torch.is_grad_enabled():  # inside a torch.autograd.Function, which has a backward pass of its own
+            self.others |= {name for name in (use.weight, use.bias) if name is not None}
+            return use.outputs
         self.recorded.append(use)
         # autograd's counter of writes: a network that changes it in place spoils what was recorded
         self.versions.append(use.outputs._version)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import random as builtin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,10 +121,10 @@ def _noise_list(
 
 @contextlib.contextmanager
 def isolated(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Seed PyTorch's global generators of the CPU and of `device` inside the block, and restore them after it.
+    """Seed the global generators of PyTorch (CPU and `device`), Python and NumPy inside the block, and restore them after it.
 
-    For code that draws from the global generator: modules that initialise themselves, dropout, noise on a GPU. The
-    generators of Python and NumPy are left alone, and so are those of other devices. Threads take turns.
+    For code that draws from them: modules that initialise themselves, dropout, noise on a GPU, data sets that augment. The
+    generators of other devices are left alone. Threads take turns.
     """
     with alone():
         yield from _isolated(seed, torch.device(device))
@@ -130,19 +132,23 @@ def isolated(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
 def _isolated(seed: int, device: torch.device) -> Iterator[None]:
     number = _number(seed, (_ISOLATED,))
-    state = torch.default_generator.get_state()
+    state, python, numpy = torch.default_generator.get_state(), builtin.getstate(), np.random.get_state()  # noqa: NPY002
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     # torch.mps has one device and takes no index
     where = () if module is None or device.type == "mps" else (device,)
     device_state = None if module is None else module.get_rng_state(*where)
     try:
         torch.default_generator.manual_seed(number)
+        builtin.seed(number)
+        np.random.seed(number % 2**32)  # noqa: NPY002
         if module is not None:
             with module.device(device) if where else contextlib.nullcontext():
                 module.manual_seed(number)
         yield
     finally:
         torch.default_generator.set_state(state)
+        builtin.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
         if module is not None:
             module.set_rng_state(device_state, *where)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -27,6 +28,8 @@ from plausible.methods.points.map import MAP
 from plausible.posteriors.base import record_of
 from plausible.posteriors.linearised import PREDICTIVES, LaplacePosterior
 
+MANY = 1000  # outputs of an example from which it is said what they take
+
 
 @register
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Laplace(Method):
     "bridge" are closed forms for classes; "sampled" puts draws into the network. `tune` sets the precisions of a Gaussian
     prior (one for all weights, one by "layer", one by "weight") and a learned noise by the evidence, `rounds` times, with `online`
     epochs of `mode` or polishing in between; "auto" does so by layer where no prior was given, and sets the noise alone where one
-    was, which stays as it is. At most the share `negligible` of what is known about any output is left out.
+    was, which stays as it is. At most the share `negligible` of what is known about any output is left out. `columns` takes so
+    many random combinations of the columns of the outputs' Fisher for each example: for words, pixels and thousands of classes.
     """
 
     structure: StructureName = "kron"
@@ -58,6 +62,7 @@ class Laplace(Method):
     rank: int = 20
     chunk: int | None = None
     negligible: float = 0.0
+    columns: int | None = None
 
     name: ClassVar[str] = "laplace"
     traits: ClassVar[Traits] = Traits(
@@ -82,12 +87,17 @@ class Laplace(Method):
             raise TypeError(
                 f"Laplace: mode must be MAP(…), which finds a mode, or None for the weights as they are, got {self.mode!r}"
             )
-        for name, least in (("rounds", 1), ("online", 0), ("rank", 1), ("polish", 0), ("chunk", 1)):
+        for name, least in (("rounds", 1), ("online", 0), ("rank", 1), ("polish", 0), ("chunk", 1), ("columns", 1)):
             if getattr(self, name) is not None:
                 check_count(self, name, at_least=least)
         share = self.negligible
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise ValueError(f"Laplace: negligible must be a number of at least 0 and below 1, got {share!r}")
+        if self.columns is not None and (share or self.structure == "lowrank" or self.curvature in ("empirical", "hessian")):
+            raise ValueError(
+                "Laplace: columns= samples the outputs' Fisher of curvature 'ggn' or 'fisher', all of it; it does not go with "
+                "structure='lowrank' or negligible="
+            )
         if isinstance(self.where, bool) or (isinstance(self.where, int) and self.where < 1):
             raise ValueError(
                 f"Laplace: where must be 'all', 'last', name patterns, or a number of weights of at least 1, got {self.where!r}"
@@ -188,6 +198,23 @@ class Laplace(Method):
         size = first.element_size() * needed
         log.info("curvature %r of %s weights: about %.1f MiB", self.structure, f"{total:,}", size / 2**20)
         require(size, first.device, self.structure)
+        outputs = math.prod(model.output_shape)
+        if outputs <= MANY:
+            return
+        if self.columns is None and self.structure != "lowrank" and self.curvature in ("ggn", "fisher"):
+            log.warning(
+                "the curvature takes %s backward passes for each of %s examples, one for each output; columns=10 takes ten random "
+                "combinations of them, with which it is right in expectation",
+                *(f"{number:,}" for number in (outputs, data.num_data)),
+            )
+        if self.predictive != "sampled":
+            log.warning(
+                "predictive=%r takes %s backward passes and a covariance of %.1f MiB for each input; predictive='sampled' takes a "
+                "forward pass for each draw",
+                self.predictive,
+                f"{outputs:,}",
+                first.element_size() * outputs**2 / 2**20,
+            )
 
     @classmethod
     def conforming(cls) -> Laplace:

@@ -70,7 +70,10 @@ class Mode:
         else:
             precision = dict(earlier.precision)
         tally = Tally()
-        how = {name: getattr(method, name) for name in ("structure", "curvature", "sharing", "rank", "chunk", "negligible")}
+        how = {
+            name: getattr(method, name)
+            for name in ("structure", "curvature", "sharing", "rank", "chunk", "negligible", "columns")
+        }
         estimator = start(restricted, weights, data, precision=precision, chosen=chosen, tally=tally, **how)
 
         def conclude(curvature: Curvature) -> Mode:

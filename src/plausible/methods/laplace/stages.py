@@ -296,7 +296,9 @@ class Ranking(PassAfterTraining):
         tuned, method = self.model(model, run).restricted(self.method.names(model, run.data)), self.method
         kind = "ggn" if method.curvature == "hessian" else method.curvature
         weights = self.weights(model, run)
-        return start(tuned, weights, run.data, structure="diag", curvature=kind, negligible=method.negligible)
+        return start(
+            tuned, weights, run.data, structure="diag", curvature=kind, negligible=method.negligible, columns=method.columns
+        )
 
     def concluded(self, model: Model, run: Run[Any], result: Curvature) -> Tensor:
         names = self.method.names(model, run.data)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plausible.blocks.stochastic import Noise, gaussians, log_density, survey
 from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, kl_weight
-from plausible.core.data import Batch
+from plausible.core.data import Batch, num_rows, take
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.priors.composed import precision_of
@@ -88,13 +88,14 @@ class MeanField(Bound):
                 "has one; give prior=priors.Gaussian() or leave empirical_bayes=False"
             )
         means = select(model.initial, model.random)
-        example = next(iter(run.data.chunks(2)))
-        fixed = {**select(model.initial, model.points), **model.buffers}
+        x = next(iter(run.data.chunks(3))).x
+        fixed, rows = {**select(model.initial, model.points), **model.buffers}, num_rows(x)
 
-        def outputs(drawn: Weights) -> Tensor:
-            return model.outputs({**fixed, **drawn}, example.x)
+        def outputs(drawn: Weights, count: int = 2) -> Tensor:
+            return model.outputs({**fixed, **drawn}, take(x, [i % rows for i in range(count)]))
 
-        return NoiseWays(survey(outputs, means, self.estimator), self._stackable(model, outputs, means))
+        ways = survey(outputs, means, self.estimator, lambda drawn: outputs(drawn, 3))
+        return NoiseWays(ways, self._stackable(model, outputs, means))
 
     def _stackable(self, model: Model, outputs: Callable[[Weights], Tensor], means: Weights) -> bool:
         """Whether the samples of a step can be one pass: several of them, no running statistics, and a network that vmap takes."""
