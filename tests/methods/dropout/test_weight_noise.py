@@ -298,7 +298,9 @@ def test_damaged_bytes_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize("method", [pl.SparseVD(epochs=20, groups=True), pl.VariationalDropout(epochs=20)], ids=["groups", "layer"])
+@pytest.mark.parametrize(
+    "method", [pl.SparseVD(epochs=20, groups=True), pl.VariationalDropout(epochs=20)], ids=["groups", "layer"]
+)
 def test_compiled_steps_are_those_of_eager_ones(method, compiler):
     x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.ones(60, 1)
     torch.manual_seed(0)
