@@ -23,7 +23,8 @@ SMALL = Problem(rows=200, weights=600, products=550)
     [
         ({}, pl.NUTS),
         ({"rows": 3_000}, pl.HMC),  # trajectories of NUTS would take too long
-        ({"rows": 10**6}, pl.Ensemble),
+        ({"rows": 10**5}, pl.Ensemble),
+        ({"rows": 10**6}, pl.Laplace),  # five epochs of five members would take minutes
         ({"resident": False}, pl.Ensemble),  # from a loader
         ({"moving": True}, pl.Ensemble),  # batch norm
         ({"weights": 10**6, "products": 10**6, "perceptron": False}, pl.Ensemble),
@@ -59,6 +60,17 @@ def test_more_time_never_gives_worse_chains() -> None:
         leapfrogs = rule.TREE if isinstance(method, pl.NUTS) else method.leapfrogs
         work.append((method.warmup + method.draws * method.thin) * leapfrogs)
     assert work == sorted(work)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 5.0])
+def test_chains_are_taken_where_they_can_adapt(seconds: float) -> None:
+    for rows in (100, 300, 1000, 3000):
+        method = rule.choose(replace(SMALL, rows=rows), seconds).method
+        if isinstance(method, pl.HMC):
+            assert method.warmup >= 200
+            assert method.draws * method.thin >= 199
+            assert method.leapfrogs >= rule.SHORTEST
+    assert isinstance(rule.choose(replace(SMALL, rows=3000), seconds).method, pl.Ensemble)
 
 
 def test_memory_is_a_budget_too() -> None:
