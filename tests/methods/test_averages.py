@@ -137,7 +137,7 @@ SMALL: dict[str, Any] = {"mode": pl.MAP(epochs=10, patience=None), "epochs": 20,
 def test_every_draw_has_the_statistics_of_its_own_activations(momentum: float | None) -> None:
     net, (x, y) = _normed()
     net[1].momentum = momentum
-    posterior = pl.fit(net, (x, y), pl.SWAG(draws=5, **SMALL), **QUIET)
+    posterior = pl.fit(net, (x, y), pl.SWAG(draws=5, **SMALL), likelihood=pl.likelihoods.Gaussian(), **QUIET)
     w, stored = posterior.weights(), posterior.store.get(range(5), torch.device("cpu"))
     assert float(w["0.weight"].std(0).min()) > 0
     for k in range(5):
