@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import plausible as pl
 from plausible import likelihoods, priors
 from plausible.core.data import Batch
+from plausible.core.likelihoods import unscaled
 from plausible.core.schedules import Cosine
 from plausible.engine import Checkpoint
 from plausible.fitting import choose_device, continuing
@@ -83,7 +84,7 @@ def test_the_likelihood_is_inferred_and_said_once(
 ) -> None:
     with caplog.at_level(logging.INFO, "plausible"):
         posterior = fit(linear(outputs=outputs), (X, y))
-    assert type(posterior.likelihood).__name__ == likelihood
+    assert type(unscaled(posterior.likelihood)).__name__ == likelihood
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "likelihood" in line] == [
         f"likelihood: {posterior.likelihood}, inferred from targets of type {kind}"
@@ -110,10 +111,25 @@ def test_methods_by_name() -> None:
         fit(linear(), (X, Y), 3)
 
 
+@pytest.mark.parametrize(("scale", "loc"), [(1.5, 0.0), (0.7, 0.4), (1e4, 1e6)])
+def test_targets_in_any_unit_have_the_same_answer(scale: float, loc: float) -> None:
+    y = Y.double()
+    one, other = (fit(mlp(), (X, targets)).predict(X) for targets in (y, loc + scale * y))
+    torch.testing.assert_close(other.mean, loc + scale * one.mean, rtol=1e-5, atol=1e-4 * scale)
+    torch.testing.assert_close(other.std, scale * one.std, rtol=1e-4, atol=0)
+
+
+def test_a_likelihood_that_is_given_is_not_rescaled() -> None:
+    given = likelihoods.Gaussian()
+    assert fit(mlp(), (X, 1.5 * Y + 3), likelihood=given).likelihood == given
+    centred = (Y - Y.mean()) / Y.std(correction=0)
+    assert fit(mlp(), (X, centred)).likelihood == given  # standardised already
+
+
 def test_the_summary_says_what_became_of_each_weight() -> None:
     network = mlp()
     network[0].bias.requires_grad_(False)
-    text = str(fit(network, (X, Y), where="last").summary())
+    text = str(fit(network, (X, Y), where="last", likelihood=likelihoods.Gaussian()).summary())
     rows = {line.split()[0]: " ".join(line.split()[2:]) for line in text.splitlines()[2:]}
     assert rows == {
         "0.weight": "trained as a point",
@@ -301,7 +317,9 @@ def model_of(network: nn.Module, **settings: Any) -> pl.Model:
 
 def test_a_model_is_taken_as_it_is() -> None:
     network = mlp()
-    assert same(fit(model_of(network), (X, Y)), fit(network, (X, Y), prior=priors.Gaussian()))
+    assert same(
+        fit(model_of(network), (X, Y)), fit(network, (X, Y), prior=priors.Gaussian(), likelihood=likelihoods.Gaussian())
+    )
     last = fit(model_of(network, where="last"), (X, Y))
     assert list(last.weights()) == ["2.weight", "2.bias", "likelihood.log_scale"]
     model = model_of(network)
@@ -452,10 +470,11 @@ class Offset(nn.Module):
 
 def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
-    first = fit(Offset(), (X, Y), checkpoint=folder)
+    law: dict[str, Any] = {"likelihood": likelihoods.Gaussian()}  # which does not follow the data
+    first = fit(Offset(), (X, Y), checkpoint=folder, **law)
     assert (folder / "checkpoint.json").exists()
-    assert same(first, fit(Offset(), (X, Y), checkpoint=str(folder)))
-    assert same(first, fit(Offset(), (X, Y), checkpoint=Checkpoint(folder, steps=1)))
+    assert same(first, fit(Offset(), (X, Y), checkpoint=str(folder), **law))
+    assert same(first, fit(Offset(), (X, Y), checkpoint=Checkpoint(folder, steps=1), **law))
     changed = X.clone()
     changed[3, 0] += 1e-3
     others: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -474,7 +493,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
     for network, data, settings, message in others:
         method = settings.pop("method", SHORT)
         with pytest.raises(ValueError, match=f"belongs to another run: .*{message}"):
-            fit(network, data, method, checkpoint=folder, **settings)
+            fit(network, data, method, checkpoint=folder, **{**law, **settings})
     assert (folder / "checkpoint.json").read_bytes() == content
 
 

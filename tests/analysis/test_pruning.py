@@ -34,7 +34,7 @@ def _net() -> nn.Module:
 
 def _model(prior: priors.Prior | None = None) -> pl.Model:
     method, data = pl.MAP(epochs=1), (X, Y)
-    return pl.fit(_net(), data, method, prior=prior, **QUIET).model
+    return pl.fit(_net(), data, method, prior=prior, likelihood=pl.likelihoods.Gaussian(), **QUIET).model
 
 
 def _gaussian(seed: int = 0, prior: priors.Prior | None = None) -> LawPosterior:

@@ -683,11 +683,11 @@ def test_inputs_of_any_structure(kind: str) -> None:
     expected = network.total(a, b)
     x = structure(a, b)
     torch.testing.assert_close(build(network, x, y).outputs(dict(network.named_parameters()), x), expected)
-    trained = quick(network, (x, y), pl.MAP(epochs=3, batch_size=5, lr=0.02))
+    trained = quick(network, (x, y), pl.MAP(epochs=3, batch_size=5, lr=0.02), likelihood=likelihoods.Gaussian())
     weights = {name: w[0] for name, w in trained.weights().items() if not name.startswith("likelihood.")}
     network.load_state_dict(weights)
     torch.testing.assert_close(trained.functions(structure(a, b))[0], network.total(a, b))
-    plain = quick(ByArguments(), ((a, b), y), pl.MAP(epochs=3, batch_size=5, lr=0.02))
+    plain = quick(ByArguments(), ((a, b), y), pl.MAP(epochs=3, batch_size=5, lr=0.02), likelihood=likelihoods.Gaussian())
     for name, w in plain.weights().items():
         torch.testing.assert_close(trained.weights()[name], w)
 
@@ -852,7 +852,7 @@ def test_running_statistics_are_learned_and_used() -> None:
     x, y = randn(N, 2).float() * 3 + 5, randn(N, 1).float()
     network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     k = 7
-    posterior = quick(network, (x, y), pl.MAP(epochs=k, batch_size=None, lr=0.01))
+    posterior = quick(network, (x, y), pl.MAP(epochs=k, batch_size=None, lr=0.01), likelihood=likelihoods.Gaussian())
     stored = {name: v[0] for name, v in posterior.store.get([0], "cpu").items()}
     kept = 0.9**k
     torch.testing.assert_close(stored["0.running_mean"], (1 - kept) * x.mean(0))
@@ -869,7 +869,8 @@ def test_running_statistics_are_learned_and_used() -> None:
 def test_every_member_has_running_statistics_of_its_own() -> None:
     x, y = randn(N, 2).float() * 3 + 5, randn(N, 1).float()
     network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
-    posterior = quick(network, (x, y), pl.Ensemble(pl.MAP(epochs=2, batch_size=5, lr=0.01), members=3), seed=4)
+    members = pl.Ensemble(pl.MAP(epochs=2, batch_size=5, lr=0.01), members=3)
+    posterior = quick(network, (x, y), members, seed=4, likelihood=likelihoods.Gaussian())
     found = posterior.store.get([0, 1, 2], "cpu")["0.running_mean"]
     order = Order(N, 5, 4, members=3)(0, 6)  # three batches an epoch
     expected = torch.zeros(3, 2)
@@ -970,8 +971,8 @@ class Recurrent(nn.Module):
 def test_recurrent_networks() -> None:
     x, y = randn(N, 4, 2).float(), randn(N, 1).float()
     one = pl.MAP(epochs=2, batch_size=None, lr=0.01)
-    single = quick(Recurrent(), (x, y), one)
-    both = quick(Recurrent(), (x, y), pl.Ensemble(one, members=2, init="given"))
+    single = quick(Recurrent(), (x, y), one, likelihood=likelihoods.Gaussian())
+    both = quick(Recurrent(), (x, y), pl.Ensemble(one, members=2, init="given"), likelihood=likelihoods.Gaussian())
     start = dict(Recurrent().named_parameters())
     for name, weight in both.weights().items():
         torch.testing.assert_close(weight, single.weights()[name].expand_as(weight))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import plausible as pl
+from plausible.core.likelihoods import unscaled
 from plausible.methods.automatic import rule
 from plausible.methods.automatic.rule import Problem
 
@@ -23,7 +24,8 @@ SMALL = Problem(rows=200, weights=600, products=550)
     [
         ({}, pl.NUTS),
         ({"rows": 3_000}, pl.HMC),  # trajectories of NUTS would take too long
-        ({"rows": 10**6}, pl.Ensemble),
+        ({"rows": 10**5}, pl.Ensemble),
+        ({"rows": 10**6}, pl.Laplace),  # five epochs of five members would take minutes
         ({"resident": False}, pl.Ensemble),  # from a loader
         ({"moving": True}, pl.Ensemble),  # batch norm
         ({"weights": 10**6, "products": 10**6, "perceptron": False}, pl.Ensemble),
@@ -61,6 +63,17 @@ def test_more_time_never_gives_worse_chains() -> None:
     assert work == sorted(work)
 
 
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 5.0])
+def test_chains_are_taken_where_they_can_adapt(seconds: float) -> None:
+    for rows in (100, 300, 1000, 3000):
+        method = rule.choose(replace(SMALL, rows=rows), seconds).method
+        if isinstance(method, pl.HMC):
+            assert method.warmup >= 200
+            assert method.draws * method.thin >= 199
+            assert method.leapfrogs >= rule.SHORTEST
+    assert not isinstance(rule.choose(replace(SMALL, rows=10_000), seconds).method, pl.HMC | pl.NUTS)
+
+
 def test_memory_is_a_budget_too() -> None:
     every = rule.candidates(replace(SMALL, weights=10**6, products=10**6, perceptron=False), 600.0, 50 * 2**20)
     ensemble = next(one for one in every if isinstance(one.method, pl.Ensemble))
@@ -91,7 +104,7 @@ def test_a_fit_without_a_method_says_what_it_chose_and_keeps_it() -> None:
     assert isinstance(posterior.method, pl.HMC | pl.NUTS)
     assert posterior.run["choice"].startswith(f"{posterior.method.name}: 40 rows and ")
     assert posterior.model.prior == pl.priors.neal()
-    assert isinstance(posterior.likelihood, pl.likelihoods.StudentT)
+    assert isinstance(unscaled(posterior.likelihood), pl.likelihoods.StudentT)
 
 
 def test_what_is_given_is_taken_as_it_is() -> None:

@@ -162,7 +162,8 @@ def test_a_member_is_an_independent_run(name: str, size: int | None) -> None:
     lr = Cosine(0.02) if name == "map" else 1e-3
     inner: Any = pl.MAP(epochs=4, batch_size=size, lr=lr) if name == "map" else None
     inner = inner or pl.SGLD(epochs=4, batch_size=size, lr=lr, burn_in=0.0, thin=1)
-    posterior = pl.fit(_network(), _data(), pl.Ensemble(inner, members=3), prior=pl.priors.Gaussian(), seed=2, **QUIET)
+    model: dict[str, Any] = {"prior": pl.priors.Gaussian(), "likelihood": pl.likelihoods.Gaussian()}
+    posterior = pl.fit(_network(), _data(), pl.Ensemble(inner, members=3), seed=2, **model, **QUIET)
     last = {n: v[-3:] for n, v in posterior.weights().items()}
     steps = 4 if size is None else 16
     for member in range(3):

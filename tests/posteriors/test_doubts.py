@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import plausible as pl
-from plausible.posteriors.doubts import RULES, Facts, constant
+from plausible.posteriors.doubts import RULES, Facts, constant, left_out
 
 
 @pytest.fixture(autouse=True)
@@ -103,12 +103,40 @@ def test_targets_that_do_not_differ_or_whose_digits_were_lost() -> None:
 
 
 def test_a_fit_that_is_worse_than_the_mean_of_the_targets() -> None:
-    (text,) = said(net(), wave(), pl.MAP(epochs=1, lr=1e-6, patience=None))
+    (text,) = said(net(), wave(), pl.MAP(epochs=1, lr=1e-6, patience=None), likelihood=pl.likelihoods.Gaussian())
     assert text.startswith("MAP predicts its own rows ")
     assert "worse than the mean and scatter of the targets. Train longer" in text
     x = torch.randn(30, 10)
     (text,) = said(net(10, hidden=200), (x, x[:, :1] + torch.randn(30, 1)), pl.IVON())
     assert "2,402 weights for 30 rows a variational posterior stays near the prior. Try method='auto'" in text
+
+
+def test_draws_that_know_no_more_than_the_constant() -> None:
+    x, y = torch.randn(60, 20), torch.randn(60, 1)
+    (text,) = said(net(20), (x, y), pl.SGLD())
+    assert text.startswith("SGLD predicts a row that is left out ")
+    assert "The inputs may say nothing about the targets" in text
+    assert not any("left out" in text for text in said(net(20), (x, 3 * x[:, :1] + 0.1 * y), pl.SGLD()))
+
+
+def test_rows_that_are_left_out_by_importance_weights() -> None:
+    """The conjugate normal: draws of the mean given all rows predict each as the posterior without it does."""
+    y = torch.tensor([0.3, -1.0, 0.7, 1.6, -0.2]).double()
+    mean, precision = y.sum() / (len(y) + 1), len(y) + 1.0
+    draws = mean + torch.randn(200_000).double() / precision**0.5
+    found = left_out(torch.distributions.Normal(draws[:, None], 1.0).log_prob(y))
+    others = (y.sum() - y) / (precision - 1)
+    exact = torch.distributions.Normal(others, (1 + 1 / (precision - 1)) ** 0.5).log_prob(y)
+    assert float((found - exact).abs().max()) < 0.01
+
+
+def test_a_single_chain_that_is_still_on_its_way() -> None:
+    x = torch.randn(200, 5)
+    data = x, x @ torch.randn(5, 1) + 0.1 * torch.randn(200, 1)
+    slow = pl.SGLD(epochs=100, lr=1e-5, burn_in=0.1)
+    texts = said(net(5), data, slow)
+    assert any(text.startswith("The second half of the draws explains the rows ") for text in texts)
+    assert "The chain is still on its way" in "".join(texts)
 
 
 def test_chains_that_disagree() -> None:
@@ -133,6 +161,13 @@ KNOWN = Facts("MAP", rows=100, weights=50, seen=-1.0, constant=-1.4, unseen=-1.1
             "shrunk to 1.0\u00a0% of the targets' standard deviation",
         ),
         ({"rhat": 1.09}, ""),
+        ({"gain": 0.3, "gain_error": 0.1}, ""),
+        ({"gain": 0.1, "gain_error": 0.1}, "a row that is left out 0.1 ± 0.1 nats better than the mean and scatter"),
+        ({"gain": -0.1, "gain_error": 0.01}, "a row that is left out 0.1 ± 0.01 nats worse than the mean and scatter"),
+        ({"gain": -0.1, "gain_error": 0.01, "unseen": None, "seen": -1.5}, "its own rows 0.1 nats worse"),
+        ({"unseen": None, "seen": -1.43}, ""),
+        ({"unseen": None, "seen": -1.43, "bound": True}, "its own rows 0.03 nats worse"),
+        ({"rise": 0.2}, "The second half of the draws explains the rows 0.2 nats better"),
         ({"infinite": 3}, "The predictive variance is infinite or NaN at 3 rows"),
         ({"rhat": 1.3}, "The chains disagree about f(x): the worst R̂ is 1.30"),
     ],

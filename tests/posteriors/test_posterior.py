@@ -39,7 +39,8 @@ STEPS = pl.SGLD(epochs=DRAWS, batch_size=None, lr=1e-2, burn_in=0.0, thin=1)
 
 
 def _fit(method: pl.Method = STEPS, net: nn.Module | None = None, data: Any = None, **settings: Any) -> Any:
-    return pl.fit(_network() if net is None else net, data or _data(), method, **{**QUIET, **settings})
+    law = {} if data else {"likelihood": pl.likelihoods.Gaussian()}  # in the unit of the targets
+    return pl.fit(_network() if net is None else net, data or _data(), method, **{**law, **QUIET, **settings})
 
 
 @pytest.fixture(scope="module")

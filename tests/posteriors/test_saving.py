@@ -113,7 +113,8 @@ def test_the_folder_holds_safetensors_and_json_alone(saved: Path) -> None:
     assert content["library"] == pl.__version__
     assert content["method"]["type"] == "SGLD"
     assert content["method"]["epochs"] == 6
-    assert content["likelihood"]["type"] == "likelihoods.Gaussian"
+    assert content["likelihood"]["type"] == "likelihoods.Scaled"
+    assert content["likelihood"]["likelihood"]["type"] == "likelihoods.Gaussian"
     assert content["prior"]["type"] == "priors.Default"
     assert content["weights"]["0.weight"] == [5, 2]
 

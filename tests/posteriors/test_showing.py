@@ -132,7 +132,7 @@ def test_few_rows_are_all_there_is_to_show() -> None:
 def test_a_notebook_evaluates_no_more_than_it_shows(way: str) -> None:
     x, y = torch.randn(200, 2), torch.randn(200, 1)
     method = pl.SGLD(epochs=5) if way == "draws" else pl.Laplace(mode=pl.MAP(epochs=20, patience=None))
-    posterior = pl.fit(nn.Linear(2, 1), (x, y), method, **QUIET)
+    posterior = pl.fit(nn.Linear(2, 1), (x, y), method, likelihood=pl.likelihoods.Gaussian(), **QUIET)
     found, whole = posterior.predict(x), posterior.predict(x)
     first = found.first(8)
     assert torch.equal(first.mean, whole.mean[:8])

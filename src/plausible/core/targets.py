@@ -16,9 +16,9 @@ from plausible.core.special import widest
 
 ENOUGH = 2048
 """Rows that are looked at; of arrays the moments are those of all."""
-NEAR = 2.0
-"""Targets whose deviation is within this factor of 1, and whose mean is no further from 0 than 1, are left as they are: no prior
-here is so sharp that it would matter, and weights that are put back into the network then speak in the user's own unit."""
+NEAR = 1e-3
+"""Targets whose mean and deviation are as near as this to 0 and 1 are standardised already: weights that are put back into the
+network then speak in the user's own unit."""
 EXPLAINED = 0.5
 """A network whose squared error (of classes: negative log-likelihood) is below this part of what the mean of the targets (the
 frequencies of the classes) leaves was trained before: one that was just made may be right by chance, but hardly so right."""
@@ -109,9 +109,9 @@ def moments(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def in_their_units(likelihood: Likelihood, seen: Look) -> Likelihood:
-    """The likelihood of targets that are standardised inside; as it is where they nearly are, or are not real numbers."""
+    """The likelihood of targets that are standardised inside; as it is where they are already, or are not real numbers."""
     if likelihood.kind != "continuous" or isinstance(likelihood, Scaled):
         return likelihood
-    if all(abs(mean) <= 1 and 1 / NEAR <= std <= NEAR for mean, std in zip(seen.mean, seen.std)):
+    if all(abs(mean) <= NEAR and abs(std - 1) <= NEAR for mean, std in zip(seen.mean, seen.std)):
         return likelihood
     return Scaled(likelihood, *(part[0] if len(part) == 1 else part for part in (seen.mean, seen.std)))

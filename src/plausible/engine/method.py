@@ -218,6 +218,10 @@ class Stage:
         """
         return {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
 
+    def judged(self, model: Model, run: Run[Any], variables: Weights) -> Weights:
+        """What held-out rows judge in place of a state's `weights` and `buffers`, where these are no weights of the network."""
+        return variables
+
     def finished(self, state: Any) -> bool:
         """Whether the stage is over before its planned steps."""
         return False
@@ -313,6 +317,37 @@ def plan_epochs(method: Any, num_data: int, per_epoch: int | None = None, **sett
     # 200 epochs of small data would be too few steps
     epochs = method.epochs or max(DEFAULT_EPOCHS, -(-DEFAULT_STEPS // per_epoch))
     return Plan(steps=epochs * per_epoch, per_epoch=per_epoch, batch_size=size, **settings)
+
+
+PATIENCE = 20
+"""Epochs without a better held-out log-likelihood."""
+PATIENT_STEPS = 200
+"""Steps without one, at least: on small data an epoch is a step or two."""
+LEAST_ROWS = 8  # of fewer nothing can be spared
+Patience = int | Literal["auto"] | None
+
+
+def check_patience(method: Any) -> None:
+    """Checks that every method with `patience` and `holdout` shares."""
+    who, patience, share = type(method).__name__, method.patience, method.holdout
+    whole = isinstance(patience, int) and not isinstance(patience, bool)
+    if patience not in (None, "auto") and not (whole and patience >= 1):
+        raise ValueError(f"{who}: patience must be a whole number of epochs of at least 1, 'auto' or None, got {patience!r}")
+    if share is not None and not 0 < share < 1:
+        raise ValueError(f"{who}: holdout must lie between 0 and 1, got {share}")
+
+
+def plan_patiently(method: Any, num_data: int, per_epoch: int | None = None) -> Plan:
+    """`plan_epochs` of a method with `patience` and `holdout`, ended early by rows that are set aside."""
+    patience = method.patience
+    if patience == "auto":  # a loader, which decides `per_epoch`, need not have rows that could be set aside
+        patience = PATIENCE if method.epochs is None and per_epoch is None and num_data >= LEAST_ROWS else None
+    # rows are set aside only where something is decided by them
+    held = (min(0.25, max(0.1, 20 / num_data)) if method.holdout is None else method.holdout) if patience else 0.0
+    plan = plan_epochs(method, num_data, per_epoch, patience=patience, holdout=held)
+    if patience and method.patience == "auto":
+        return dataclasses.replace(plan, patience=max(PATIENCE, -(-PATIENT_STEPS // plan.per_epoch)))
+    return plan
 
 
 def create(method: str | Method, /, **settings: Any) -> Method:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from plausible.core import random
@@ -159,7 +160,7 @@ def _run_stage(
     resumed = team.ready(source, plan, resumed)
     stopping = None
     if held is not None and plan.patience is not None:
-        stopping = Stopping(state, held, plan.patience, stage.members)
+        stopping = Stopping(state, held, plan.patience, stage.members, partial(stage.judged, model, run))
     # by the arithmetic of a step, weights × rows, it gets one thread or several
     rows = (plan.batch_size or data.num_data) * (stage.members or 1)
     x = None if isinstance(data, StreamData) else data.batch.x

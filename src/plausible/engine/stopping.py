@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,17 +10,20 @@ from torch import Tensor
 
 from plausible.core.data import Batch, Data, accumulate, num_rows
 from plausible.core.model import Model
-from plausible.core.weights import clone, index, tree_map
+from plausible.core.weights import Weights, clone, index, tree_map
 
 
 class Stopping:
     """Judges states, which have `weights` and `buffers`, by the mean log-likelihood of `held`, for each member on its own.
 
-    A member whose patience has run out is not judged again, however long the others train.
+    What has to predict is what `judged` makes of them: the network's own weights and buffers. A member whose patience has run out
+    is not judged again, however long the others train.
     """
 
-    def __init__(self, state: Any, held: Data, patience: int, members: int | None):
-        self.held, self.patience, self.members = held, patience, members
+    def __init__(
+        self, state: Any, held: Data, patience: int, members: int | None, judged: Callable[[Weights], Weights] = lambda w: w
+    ):
+        self.held, self.patience, self.members, self.judged = held, patience, members, judged
         device = next(iter(state.weights.values())).device
         shape = () if members is None else (members,)
         # one tree of tensors, so that it travels with checkpoints
@@ -40,8 +44,9 @@ class Stopping:
 
         def total(batch: Batch) -> Tensor:
             if self.members is None:
-                return _log_likelihood(model, variables, batch)
-            return torch.stack([_log_likelihood(model, index(variables, k), batch) for k in range(self.members)])
+                return _log_likelihood(model, self.judged(variables), batch)
+            each = [_log_likelihood(model, self.judged(index(variables, k)), batch) for k in range(self.members)]
+            return torch.stack(each)
 
         if self._weight is None:  # the number of held-out examples, or the sum of their weights
             self._weight = float(accumulate(_weight, self.held)) or 1.0

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains import convergence
 from plausible.core.data import ArrayData, Batch, Data, select_rows, take
 from plausible.core.likelihoods import Likelihood, Scaled, unscaled
 from plausible.core.model import Model
@@ -32,7 +33,15 @@ WORK = 3e9
 """Weights × rows × draws that are looked at, at most: a fraction of a second."""
 LEAST_ROWS = 8
 WORSE = 0.05
-"""Nats a row behind the constant prediction from which it is said."""
+"""Nats a row behind the constant prediction from which it is said; variational posteriors near their prior cannot follow single
+rows, and do as badly on others: of them it is said from `WORSE_BOUND` on."""
+WORSE_BOUND = 0.01
+LEAST_DRAWS = 20
+"""Draws from which a row is predicted as if it had been left out."""
+STILL_RISING = 1.5
+"""R̂ of the log-likelihood along a single chain, halves compared, from which it is on its way."""
+RISE = 0.01
+"""Nats a row by which it rose, at least."""
 APART = 1.0
 """Nats between rows of the fit and rows that were set aside."""
 COLLAPSED = 3.0
@@ -69,6 +78,11 @@ class Facts:
     """Whether weights were trained: a noise that chains have found is one of many, and not the end of a path."""
     bound: bool = False
     rhat: float | None = None
+    gain: float | None = None
+    """What a row that is left out gains over the constant prediction, and the standard error of that; of draws without `unseen`."""
+    gain_error: float = 0.0
+    rise: float | None = None
+    """By how much the second half of a single chain explains the rows better than the first where halves differ for certain."""
     infinite: int = 0
     """How many of the rows that were looked at have a predictive variance that is not finite."""
 
@@ -175,7 +189,7 @@ def worse(known: Facts) -> Verdict | None:
         return None
     if known.unseen is not None and known.unseen < known.constant - WORSE - 2 * known.error:
         behind, rows = known.constant - known.unseen, "rows that were set aside"
-    elif known.seen < known.constant - WORSE:
+    elif known.seen < known.constant - (WORSE_BOUND if known.bound else WORSE):
         behind, rows = known.constant - known.seen, "its own rows"
     else:
         return None
@@ -188,6 +202,31 @@ def worse(known: Facts) -> Verdict | None:
         why, advice = "", "Train longer, look at posterior.history, or try method='auto'."
     return Verdict(
         "bad", f"{known.who} predicts {rows} {behind:.2g} nats worse than the mean and scatter of the targets.", why, advice
+    )
+
+
+def idle(known: Facts) -> Verdict | None:
+    """Draws that may know no more than the constant: of pure noise they predict new rows worse."""
+    if known.gain is None or known.gain > 2 * known.gain_error or worse(known) is not None:
+        return None
+    return Verdict(
+        "unclear",
+        f"{known.who} predicts a row that is left out {abs(known.gain):.2g} ± {known.gain_error:.1g} nats "
+        f"{'better' if known.gain > 0 else 'worse'} than the mean and scatter of the targets.",
+        "The inputs may say nothing about the targets, and then new rows are predicted worse than by these.",
+        "Compare with a constant on rows of your own, or try a smaller network or narrower priors.",
+    )
+
+
+def rising(known: Facts) -> Verdict | None:
+    """A single chain that is still on its way."""
+    if known.rise is None:
+        return None
+    return Verdict(
+        "unclear",
+        f"The second half of the draws explains the rows {known.rise:.2g} nats better than the first.",
+        "The chain is still on its way to the posterior.",
+        "Run longer (more epochs), standardise the inputs, start from a fit (init=), or run several chains with pl.Ensemble.",
     )
 
 
@@ -238,7 +277,7 @@ def disagreeing(known: Facts) -> Verdict | None:
     )
 
 
-RULES = (infinite, worse, collapsed, apart, disagreeing)
+RULES = (infinite, worse, idle, collapsed, apart, disagreeing, rising)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,41 +292,90 @@ def facts(posterior: Posterior, data: ArrayData, held: ArrayData | None = None) 
     if data.batch.mask is not None or data.num_data < LEAST_ROWS or count < LEAST_ROWS:
         return None
     near, far = _some(data, count), _some(held, count) if held is not None and held.num_data >= LEAST_ROWS else None
-    noise = errors = None
+    here = posterior.predict(near.x, draws)
+    there = None if far is None else posterior.predict(far.x, draws)
+    noise = errors = gain = gain_error = rise = unseen = None
     y = data.batch.y
     if posterior.likelihood.kind == "continuous":
         std = y.double().std(correction=0)
-        noise = float(_predictive(posterior, near, draws).aleatoric.double().mean().sqrt() / std) if std > 0 else None
-        if far is not None and noise:
-            mean = _predictive(posterior, far, draws).mean
-            errors = float((mean.double() - far.y.double()).square().mean().sqrt() / std) / noise
+        noise = float(here.aleatoric.double().mean().sqrt() / std) if std > 0 else None
+        if far is not None and there is not None and noise:
+            errors = float((there.mean.double() - far.y.double()).square().mean().sqrt() / std) / noise
+    if far is not None and there is not None:
+        unseen = there.log_prob(far.y).double()
     chains = posterior.run.get("chains", getattr(posterior, "chains", 1)) or 1
+    bound = "elbo" in posterior.history or "kl" in posterior.history
+    if posterior.method.traits.keeps_draws and far is None and here.num_draws >= LEAST_DRAWS and not bound:
+        each = here.log_prob_by_draw(near.y).double()
+        if (gains := _gains(posterior.likelihood, each, near.y, y)) is not None:
+            gain, gain_error = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
+        # cycles begin anew each time
+        alone = chains == 1 and getattr(posterior, "ordered", False) and not hasattr(posterior.method, "cycles")
+        rise = _rise(each.mean(1)) if alone else None
     return Facts(
         who=type(posterior.method).__name__,
         rows=data.num_data,
         weights=size,
-        seen=_density(posterior, near, draws),
+        seen=float(here.log_prob(near.y).double().mean()),
         constant=constant(posterior.likelihood, y),
-        unseen=None if far is None else _density(posterior, far, draws),
+        unseen=None if unseen is None else float(unseen.mean()),
         noise=noise,
         errors=errors,
-        error=0.0 if far is None else _error(posterior, far, draws),
+        error=0.0 if unseen is None else float(unseen.std()) / len(unseen) ** 0.5,
         trained=not posterior.method.traits.keeps_draws or posterior.num_draws(None) <= getattr(posterior, "chains", 1),
-        bound="elbo" in posterior.history or "kl" in posterior.history,
+        bound=bound,
         rhat=_rhat(posterior, near) if chains > 1 else None,
-        infinite=_infinite(posterior, near, draws),
+        gain=gain,
+        gain_error=gain_error or 0.0,
+        rise=rise,
+        infinite=_infinite(posterior.likelihood, here),
     )
 
 
 def constant(likelihood: Likelihood, y: Tensor) -> float | None:
     """The mean log density of targets under their own mean and scatter, or frequencies: what inputs have to improve on."""
+    found = _constant(likelihood, y, y)
+    return None if found is None else float(found[0].mean())
+
+
+def _constant(likelihood: Likelihood, y: Tensor, every: Tensor) -> tuple[Tensor, int] | None:
+    """The log densities of targets by the mean and scatter, or frequencies, of `every` one; and how many numbers these are."""
     if likelihood.kind == "continuous":
-        variances = y.double().flatten(1).var(0, correction=0) if y.ndim > 1 else y.double().var(correction=0)[None]
-        return float(-0.5 * (1 + (2 * math.pi * variances).log()).sum()) if bool((variances > 0).all()) else None
+        flat, whole = (part.double().reshape(len(part), -1) for part in (y, every))
+        variances = whole.var(0, correction=0)
+        if not bool((variances > 0).all()):
+            return None
+        squares = (flat - whole.mean(0)).square() / variances
+        return -0.5 * (squares + (2 * math.pi * variances).log()).sum(1), 2 * whole.shape[1]
     if likelihood.kind in ("classes", "binary") and y.ndim == 1:
-        shares = torch.unique(y, return_counts=True)[1].double() / len(y)
-        return float((shares * shares.log()).sum())
+        known, counts = torch.unique(every, return_counts=True)
+        return (counts[torch.searchsorted(known, y)].double() / len(every)).log(), len(known) - 1
     return None
+
+
+def left_out(each: Tensor) -> Tensor:
+    """Log p(y_n | all other rows), [N], from log densities [S, N] under draws that saw all rows.
+
+    By importance weights 1/p(y_n | w_s), each at most √S times their mean (Ionides 2008).
+    """
+    most = (-each).logsumexp(0) - 0.5 * math.log(len(each))
+    weights = torch.minimum(-each, most)
+    return (weights + each).logsumexp(0) - weights.logsumexp(0)
+
+
+def _gains(likelihood: Likelihood, each: Tensor, y: Tensor, every: Tensor) -> Tensor | None:
+    """By how much each row, left out, is predicted better than by the constant, whose numbers were found with it."""
+    if (found := _constant(likelihood, y, every)) is None:
+        return None
+    logs, count = found
+    return left_out(each) - (logs - count / len(every))
+
+
+def _rise(path: Tensor) -> float | None:
+    """The rise of the mean log-likelihood from the first to the second half of a chain, where the halves are apart."""
+    first, second = path.chunk(2)
+    found = float(second.mean() - first.mean())
+    return found if found > RISE and float(convergence.rhat(path[None, :, None])) > STILL_RISING else None
 
 
 def _some(data: ArrayData, count: int) -> Batch:
@@ -296,26 +384,12 @@ def _some(data: ArrayData, count: int) -> Batch:
     return select_rows(data.batch, at.to(data.batch.y.device))
 
 
-def _predictive(posterior: Posterior, batch: Batch, draws: int) -> Predictive:
-    return posterior.predict(batch.x, draws)
-
-
-def _infinite(posterior: Posterior, batch: Batch, draws: int) -> int:
+def _infinite(likelihood: Likelihood, pred: Predictive) -> int:
     """Rows without a finite variance; 0 for a likelihood that has none by its nature."""
-    df = getattr(unscaled(posterior.likelihood), "df", "learned")
+    df = getattr(unscaled(likelihood), "df", "learned")
     if not isinstance(df, str) and df <= 2:
         return 0
-    pred = _predictive(posterior, batch, draws)
     return int((~torch.isfinite(pred.variance)).reshape(len(pred), -1).any(1).sum())
-
-
-def _density(posterior: Posterior, batch: Batch, draws: int) -> float:
-    return float(_predictive(posterior, batch, draws).log_prob(batch.y).double().mean())
-
-
-def _error(posterior: Posterior, batch: Batch, draws: int) -> float:
-    logs = _predictive(posterior, batch, draws).log_prob(batch.y).double()
-    return float(logs.std()) / len(logs) ** 0.5
 
 
 def _rhat(posterior: Posterior, batch: Batch) -> float | None:

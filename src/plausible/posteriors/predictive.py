@@ -298,8 +298,17 @@ class Predictive:
         targets = as_tensor(y, "y")
         return self._log_density(self._targets(targets), self.likelihood.observed(targets))
 
+    def log_prob_by_draw(self, y: Any) -> Tensor:
+        """The log density Σ_o log p(y_no | f_s(x_n)_o) of each row of targets under each draw on its own, [S, N]."""
+        targets = as_tensor(y, "y")
+        return self._log_densities(self._targets(targets), self.likelihood.observed(targets), mixed=False)
+
     def _log_density(self, targets: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log_prob` of checked targets, those alone that were `observed` (a mask shaped like them; None: all)."""
+        return self._log_densities(targets, observed, mixed=True)
+
+    def _log_densities(self, targets: Tensor, observed: Tensor | None, mixed: bool) -> Tensor:
+        """Log densities of rows: of the mixture, [N], or of each draw, [S, N]."""
 
         def density(rows: slice, outputs: Tensor, weights: dict[str, Tensor]) -> Sequence[Tensor]:
             each = self.likelihood.log_prob(outputs, targets[rows].to(outputs.device), weights)
@@ -307,9 +316,9 @@ class Predictive:
                 each = torch.where(observed[rows].to(outputs.device), each, 0.0)
             # a draw explains all outputs of an input together: the sum comes before the mixture
             each = each.flatten(2).sum(-1) if each.ndim > 2 else each
-            return (each.logsumexp(0) - math.log(self.num_draws),)
+            return (each.logsumexp(0) - math.log(self.num_draws) if mixed else each,)
 
-        return self._collect(density)[0]
+        return self._collect(density, axis=0 if mixed else 1)[0]
 
     def _log_probs(self) -> Tensor:
         """The log of (1/S) Σ_s p(y = c | f_s), [N, ..., C], without the underflow of the probabilities themselves."""

@@ -27,11 +27,12 @@ NATIVE = 1.5e-10  # seconds for a gradient of one chain, for each row and each m
 TENSORS = 4e-10  # the same where a network runs as PyTorch tensors, on all threads
 GPU = 4e-14
 CALL, GPU_CALL = 1.5e-3, 0.5e-3  # what a gradient of all chains costs beside its arithmetic, where it is no machine code
-STEP, GPU_STEP = 4e-4, 1.5e-4  # what a training step costs beside its arithmetic
+STEP, GPU_STEP = 8e-4, 1.5e-4  # what a training step costs beside its arithmetic
+STACKED = 3e-3  # the same of several members together: stacking them has a cost of its own
 
 CHAINS = 4
 LARGEST = 20_000  # weights that chains are asked to explore
-FEWEST, MOST = 300, 1500  # transitions of each chain
+FEWEST, MOST = 400, 1500  # transitions of each chain, of which the first half adapts
 TREE = 256  # gradients of a transition whose length is found: between 100 and 500 on small tables
 SHORTEST, LONGEST = 12, 50  # leapfrogs of a transition
 PER_CHAIN = 250  # draws that are kept of each chain
@@ -135,7 +136,9 @@ def _over_all_data(problem: Problem, method: Adapting, seconds: float, against: 
 def _training(problem: Problem, members: int, budget: float) -> tuple[int, float]:
     """Epochs of a training that fit, at most the default, and the seconds they take; early stopping ends most of them sooner."""
     per_epoch = -(-problem.rows // 128)
-    step = (GPU_STEP if problem.gpu else STEP) + members * min(128, problem.rows) * problem.arithmetic
+    step = (GPU_STEP if problem.gpu else STACKED if members > 1 else STEP) + members * min(
+        128, problem.rows
+    ) * problem.arithmetic
     wished = max(EPOCHS, -(-STEPS // per_epoch))
     epochs = max(LEAST_EPOCHS, min(wished, int(budget / (per_epoch * step))))
     return epochs, epochs * per_epoch * step

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 EPOCHS, STEPS, MOST = 50, 500, 100
 """Where nobody says: so many epochs of averaging, and steps at least; and so many snapshots at most."""
+PATIENCE = 10
+"""Snapshots without a better mean on the rows that were held out."""
 CHUNK = 128
 """Rows of the batches whose statistics are averaged."""
 SNAPSHOTS, VARIANCE, DEVIATIONS = "collected/snapshots", "variance/", "deviations/"
@@ -40,7 +42,8 @@ class TrajectoryAverage(Method):
 
     `mode` trains first (None: start at the weights as they are, or at `init=` of `fit`). Then `optimiser` goes on with the rate
     `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps (None: once an epoch, at most
-    100 times) a snapshot enters the averages. What `mode` holds out is held out here too.
+    100 times) a snapshot enters the averages. What `mode` holds out is held out here too, and where it has patience the averaging
+    ends when 10 snapshots did not make the mean better there, and the mean is the one that was best.
     """
 
     mode: MAP | None = field(default_factory=MAP)
@@ -94,21 +97,20 @@ class TrajectoryAverage(Method):
 
 
 class Averages(NamedTuple):
-    """Of the snapshots so far: their number, mean, mean squared deviation from it, and the last K deviations [K, …]."""
+    """Of the snapshots so far: their number, mean squared deviation from their mean, and the last K deviations [K, …]."""
 
     snapshots: Tensor
-    mean: Weights
     variance: Weights
     deviations: Weights
 
-    def seen(self, weights: Weights, due: Tensor) -> Averages:
-        """With one more snapshot where one is due. Deviations are from the mean as it was then, the new snapshot in it."""
+    def seen(self, before: Weights, weights: Weights, due: Tensor) -> tuple[Weights, Averages]:
+        """The mean, and the rest, with one more snapshot where one is due. Deviations are from the mean with it in."""
         count = self.snapshots + due
         part = torch.where(due, 1 / count.clamp(min=1), 0.0)
-        mean = {name: torch.lerp(old, weights[name], part.to(old.dtype)) for name, old in self.mean.items()}
+        mean = {name: torch.lerp(old, weights[name], part.to(old.dtype)) for name, old in before.items()}
         # Welford's sum: squares less a square would leave nothing but rounding of small variances
         variance = {
-            name: torch.lerp(old, (weights[name] - self.mean[name]) * (weights[name] - mean[name]), part.to(old.dtype))
+            name: torch.lerp(old, (weights[name] - before[name]) * (weights[name] - mean[name]), part.to(old.dtype))
             for name, old in self.variance.items()
         }
         deviations = {}
@@ -116,11 +118,14 @@ class Averages(NamedTuple):
             here = torch.arange(len(old), device=old.device) == torch.remainder(count - 1, len(old))
             new = (weights[name] - mean[name]).unsqueeze(0)
             deviations[name] = torch.where((here & due).view(-1, *[1] * (old.ndim - 1)), new, old)
-        return Averages(count, mean, variance, deviations)
+        return mean, Averages(count, variance, deviations)
 
 
 class CollectingState(NamedTuple):
+    """`weights` are the mean of the snapshots, which held-out rows judge, and `position` is where the optimiser is."""
+
     weights: Weights
+    position: Weights
     buffers: Weights
     optimiser: Any
     step: Tensor
@@ -140,6 +145,9 @@ class Collecting(Stage):
         if self.method.epochs is None:
             epochs = max(EPOCHS, -(-STEPS // plan.per_epoch))
             plan = replace(plan, steps=epochs * plan.per_epoch)
+        if self.method.mode is not None and self.method.mode.plan(num_data, per_epoch).patience:
+            epochs = -(-PATIENCE * self.every(plan.steps, plan.per_epoch) // plan.per_epoch)
+            plan = replace(plan, patience=epochs)
         if plan.steps < 2 * self.every(plan.steps, plan.per_epoch):
             raise ValueError(
                 f"{type(self.method).__name__}: every={self.every(plan.steps, plan.per_epoch)} collects fewer than 2 snapshots in "
@@ -157,29 +165,26 @@ class Collecting(Stage):
         random = {} if rank is None else select(zeros, model.random)
         deviations = {name: zero.new_zeros(rank, *zero.shape) for name, zero in random.items()} if rank else {}
         step = torch.zeros((), dtype=torch.int64, device=key.device)
-        averages = Averages(step.clone(), zeros, clone(random), deviations)
-        return CollectingState(
-            weights, clone(select(before, model.buffers)), self.method.optimiser.init(weights), step, averages
-        )
+        averages = Averages(step.clone(), clone(random), deviations)
+        optimiser = self.method.optimiser.init(weights)
+        return CollectingState(weights, clone(weights), clone(select(before, model.buffers)), optimiser, step, averages)
 
     def step(self, model: Model, run: Run[Any], state: CollectingState, batch: Batch) -> tuple[CollectingState, Info]:
         scale = -1.0 / model.num_data
-        joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True, scale=scale, leave_l2=True)
+        joint = model.gradient(state.position, batch, buffers=state.buffers, train=True, scale=scale, leave_l2=True)
         lr = rate(self.method.lr, state.step, run.steps)
-        weights, optimiser = self.method.optimiser.update(state.weights, joint.grads, state.optimiser, lr, joint.l2)
-        step, averages = state.step + 1, state.averages
+        position, optimiser = self.method.optimiser.update(state.position, joint.grads, state.optimiser, lr, joint.l2)
+        step, mean, averages = state.step + 1, state.weights, state.averages
         due = torch.remainder(step, self.every(run.steps, run.batches(batch))) == 0
         # where the host can look at the number of the step, nothing is moved in between
         if transformed() or step.device.type != "cpu" or bool(due):
-            averages = averages.seen(weights, due)
+            mean, averages = averages.seen(mean, position, due)
         info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
-        return CollectingState(weights, joint.buffers, optimiser, step, averages), info
+        return CollectingState(mean, position, joint.buffers, optimiser, step, averages), info
 
     def kept(self, model: Model, run: Run[Any], state: CollectingState) -> Weights:
-        count, mean, variance, deviations = state.averages
-        if not int(count):  # interrupted before the first snapshot
-            mean = state.weights
-        left = {SNAPSHOTS: count, **mean, **state.buffers}
+        count, variance, deviations = state.averages
+        left = {SNAPSHOTS: count, **state.weights, **state.buffers}
         left |= {VARIANCE + name: value for name, value in variance.items()}
         left |= {DEVIATIONS + name: value for name, value in deviations.items()}
         return {name: value.unsqueeze(0) for name, value in left.items()}

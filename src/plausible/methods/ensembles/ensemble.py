@@ -182,6 +182,9 @@ class Stacked(Stage):
         advance = torch.func.vmap(lambda s, b: self.stage.step(model, run, s, b), in_dims=(0, axes), randomness="different")
         return advance(state, batch)
 
+    def judged(self, model: Model, run: Run[Any], variables: Weights) -> Weights:
+        return self.stage.judged(model, run, variables)
+
     def looped_step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         """All members one after the other: for networks that vmap cannot stack."""
         shared = batch.y.ndim == model.target_ndim
@@ -231,6 +234,9 @@ class Member(Stage):
 
     def step(self, model: Model, run: Run[Any], state: Any, batch: Batch) -> tuple[Any, Info]:
         return self.stage.step(model, self._run(run), state, batch)
+
+    def judged(self, model: Model, run: Run[Any], variables: Weights) -> Weights:
+        return self.stage.judged(model, self._run(run), variables)
 
     def finished(self, state: Any) -> bool:
         return self.stage.finished(state)

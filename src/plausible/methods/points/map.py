@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,23 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_number, register
 from plausible.core.weights import Weights, clone
-from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import (
+    BatchSize,
+    Fitted,
+    Info,
+    Method,
+    Patience,
+    Plan,
+    Run,
+    Traits,
+    check_patience,
+    check_training,
+    plan_patiently,
+)
 from plausible.posteriors.draws import DrawsPosterior
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
-
-
-PATIENCE = 20
-"""Epochs without a better held-out log-likelihood."""
-PATIENT_STEPS = 200
-"""Steps without one, at least: on small data an epoch is a step or two."""
-LEAST_ROWS = 8  # of fewer nothing can be spared
 
 
 class MAPState(NamedTuple):
@@ -56,7 +61,7 @@ class MAP(Method):
     batch_size: BatchSize = "auto"
     lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3, warmup=0.02))
     optimiser: Optimiser = field(default_factory=AdamW)
-    patience: int | Literal["auto"] | None = "auto"
+    patience: Patience = "auto"
     holdout: float | None = None
     adversarial: float = 0.0
 
@@ -70,25 +75,11 @@ class MAP(Method):
             raise TypeError(
                 f"MAP: optimiser must be one of plausible.optimisers, such as AdamW() or SGD(), got {self.optimiser!r}"
             )
-        whole = isinstance(self.patience, int) and not isinstance(self.patience, bool)
-        if self.patience not in (None, "auto") and not (whole and self.patience >= 1):  # type: ignore[operator]
-            raise ValueError(
-                f"MAP: patience must be a whole number of epochs of at least 1, 'auto' or None, got {self.patience!r}"
-            )
-        if self.holdout is not None and not 0 < self.holdout < 1:
-            raise ValueError(f"MAP: holdout must lie between 0 and 1, got {self.holdout}")
+        check_patience(self)
         check_number(self, "adversarial", at_least=0)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        patience = self.patience
-        if patience == "auto":  # a loader, which decides `per_epoch`, need not have rows that could be set aside
-            patience = PATIENCE if self.epochs is None and per_epoch is None and num_data >= LEAST_ROWS else None
-        # rows are set aside only where something is decided by them
-        held = (min(0.25, max(0.1, 20 / num_data)) if self.holdout is None else self.holdout) if patience else 0.0
-        plan = plan_epochs(self, num_data, per_epoch, patience=patience, holdout=held)
-        if patience and self.patience == "auto":
-            return replace(plan, patience=max(PATIENCE, -(-PATIENT_STEPS // plan.per_epoch)))
-        return plan
+        return plan_patiently(self, num_data, per_epoch)
 
     def prepare(self, model: Model, run: Run[Any]) -> Tensor | None:
         return self.adversarial * input_range(run.data) if self.adversarial else None

@@ -11,12 +11,13 @@ from torch import Tensor
 from plausible.blocks.families.rank_one import SIDES, RankOneFamily
 from plausible.blocks.variational import maximise
 from plausible.core import random
+from plausible.core.model import Model
 from plausible.core.priors import Gaussian
 from plausible.core.schedules import Cosine
 from plausible.core.serialise import check_count, check_number, register
-from plausible.core.weights import Weights
-from plausible.engine.method import Traits
-from plausible.methods.variational.reparameterised import Reparameterised
+from plausible.core.weights import Weights, select
+from plausible.engine.method import Patience, Plan, Run, Traits, check_patience, plan_patiently
+from plausible.methods.variational.reparameterised import Reparameterised, parameters_of
 
 if TYPE_CHECKING:
     from plausible.testing import LinearGaussian
@@ -31,21 +32,24 @@ class Rank1(Reparameterised):
 
     For each random weight with two axes or more s_k multiplies its outputs and r_k its inputs (the channels of convolutions),
     with prior N(1, prior_scale²); W and all other weights are points under the model's prior, biases one for each component
-    with `biases`. Every step passes its whole batch through every component; draws are from the components in turn. Cost:
-    `components` × `samples` forward and backward passes a step, and n + p more means and scales for each component and weight
-    [n, p].
+    with `biases`. Points follow single rows of small data: `holdout` and `patience` are those of `MAP`, and end the training by how
+    the mean weights predict rows that were set aside, where no `epochs` are given. Every step passes its whole batch through
+    every component; draws are from the components in turn. Cost: `components` × `samples` forward and backward passes a step, and
+    n + p more means and scales for each component and weight [n, p].
     """
 
     components: int = 4
     prior_scale: float = 0.1
     spread: float = 0.1
     biases: bool = True
+    patience: Patience = "auto"
+    holdout: float | None = None
 
     landing: ClassVar[bool] = False  # type: ignore[misc]  # the KL is exact, and has no log q of the weights
     name: ClassVar[str] = "rank1"
     traits: ClassVar[Traits] = replace(
         Reparameterised.traits,
-        shaping=("prior_scale", "spread"),
+        shaping=("prior_scale", "spread", "holdout"),
         bias="variances only along the outputs and inputs of each weight, around weights that are points",
     )
 
@@ -56,6 +60,13 @@ class Rank1(Reparameterised):
         check_number(self, "spread", at_least=0)
         if not isinstance(self.biases, bool):
             raise TypeError(f"Rank1: biases must be True or False, got {self.biases!r}")
+        check_patience(self)
+
+    def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
+        return plan_patiently(self, num_data, per_epoch)
+
+    def judged(self, model: Model, run: Run[RankOneFamily], variables: Weights) -> Weights:
+        return {**select(variables, (*model.points, *model.buffers)), **run.prepared.means(parameters_of(variables))}
 
     def family(self, weights: Weights) -> RankOneFamily:
         return RankOneFamily(weights, self.components, self.prior_scale, self.spread, self.biases)
