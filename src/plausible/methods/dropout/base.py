@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_number
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Plan, Run, Traits
-from plausible.methods.points.map import MAP
+from plausible.engine.method import BatchSize, Fitted, Patience, Plan, Run, Traits, check_patience, plan_patiently
 from plausible.methods.variational.bound import Bound, Terms
 from plausible.posteriors.laws import LawPosterior
 from plausible.posteriors.unit_noise import UnitNoise
@@ -39,20 +38,17 @@ class Patient(Bound):
     batch_size: BatchSize = "auto"
     lr: float | Schedule = field(default_factory=lambda: Cosine(5e-3, warmup=0.02))
     optimiser: Optimiser = field(default_factory=AdamW)
-    patience: int | Literal["auto"] | None = "auto"
+    patience: Patience = "auto"
     holdout: float | None = None
 
     traits: ClassVar[Traits] = replace(Bound.traits, shaping=("holdout",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._training()
-
-    def _training(self) -> MAP:
-        return MAP(epochs=self.epochs, batch_size=self.batch_size, patience=self.patience, holdout=self.holdout)
+        check_patience(self)
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
-        return self._training().plan(num_data, per_epoch)
+        return plan_patiently(self, num_data, per_epoch)
 
 
 class Sites(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from plausible.core.priors import Gaussian
 from plausible.core.schedules import Cosine, Ramp, Schedule
 from plausible.core.serialise import check_number, check_switch, register
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import Fitted, Run, Traits
+from plausible.engine.method import Fitted, Patience, Run, Traits
 from plausible.methods.dropout.weight_noise import TINY, VARIANCE, WeightDropout, divergence
 from plausible.methods.variational.bound import Terms
 from plausible.posteriors.laws import LawPosterior
@@ -47,7 +47,7 @@ class SparseVD(WeightDropout):
     """
 
     kl_weights: float | Schedule = field(default_factory=Ramp)
-    patience: int | Literal["auto"] | None = None
+    patience: Patience = None
     threshold: float = 3.0
     groups: bool = False
 
