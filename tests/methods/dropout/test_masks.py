@@ -76,7 +76,8 @@ def fitted(name, epochs=2):
     torch.manual_seed(0)
     network = networks()[name]
     x, y = torch.randn(40, 4), torch.randn(40, 2)
-    return network, x, pl.fit(network, (x, y), pl.MCDropout(epochs=epochs), progress=False)
+    likelihood = pl.likelihoods.Gaussian()  # in the unit of the outputs
+    return network, x, pl.fit(network, (x, y), pl.MCDropout(epochs=epochs), likelihood=likelihood, progress=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

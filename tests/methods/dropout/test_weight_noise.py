@@ -263,7 +263,7 @@ def test_a_module_can_be_trained_on_after_compression():
 def test_chains_cannot_be_one_module_and_a_point_can():
     x, y = torch.randn(30, 4), torch.randn(30, 1)
     network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1))
-    point = pl.fit(network, (x, y), pl.MAP(epochs=5), progress=False)
+    point = pl.fit(network, (x, y), pl.MAP(epochs=5), likelihood=pl.likelihoods.Gaussian(), progress=False)
     torch.testing.assert_close(point.compress()(x), point.functions(x)[0])
     chain = pl.fit(small(), (x, y), pl.SGLD(epochs=20), progress=False)
     with pytest.raises(ValueError, match="one set of weights"):
