@@ -68,6 +68,7 @@ from plausible.methods.stochastic_gradient.sgnht import SGNHT as SGNHT
 from plausible.methods.chains.smc import SMC as SMC
 from plausible.methods.averages.swa import SWA as SWA
 from plausible.methods.averages.swag import SWAG as SWAG
+from plausible.methods.subspaces.subspace import Subspace as Subspace
 from plausible.methods.natural.vogn import VOGN as VOGN
 from plausible.analysis.fidelity import fidelity as fidelity
 from plausible.fitting import fit as fit

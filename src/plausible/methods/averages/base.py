@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from plausible.blocks.batch_norm import BatchNorms
 from plausible.core.data import Batch, Data, num_rows
 from plausible.core.model import Model
 from plausible.core.optimisers import SGD, AdamW, Optimiser, as_optimiser
@@ -208,25 +209,14 @@ class Drawing(Pass):
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> DrawnState:
         draws = self.method.drawn(model, index(run.before, 0), key)
-        momenta = _momenta(model)
-        return DrawnState(Statistics(model, draws, momenta) if momenta else None, run.data, draws)
+        norms = BatchNorms.of(model)
+        return DrawnState(Statistics(norms, draws) if norms else None, run.data, draws)
 
     def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
         assert isinstance(state, DrawnState)
         count = len(next(iter(state.draws.values())))
         buffers = {name: run.before[name].expand(count, *run.before[name].shape[1:]).clone() for name in model.buffers}
         return {**state.draws, **buffers, **(state.result or {})}
-
-
-def _momenta(model: Model) -> dict[str, float]:
-    """The running means and variances of batch norm among the buffers, and the share that a new batch has in them."""
-    found: dict[str, float] = {}
-    for place, module in model.network.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            share = 1.0 if module.momentum is None else module.momentum  # None: the mean of all batches, of which there is one
-            names = [f"{place}.{name}" if place else name for name in ("running_mean", "running_var")]
-            found |= {name: share for name in names if name in model.buffers and share}
-    return found
 
 
 class Statistics:
@@ -236,28 +226,18 @@ class Statistics:
     chunk = CHUNK
     note = "statistics of batch norm"
 
-    def __init__(self, model: Model, draws: Weights, momenta: Mapping[str, float]):
-        # dropout and the like stay off
-        quiet = [n for n, m in model.network.named_modules() if n and not isinstance(m, nn.modules.batchnorm._NormBase)]
-        self.model = replace(model, evaluated=tuple({*model.evaluated, *quiet}))
-        self.draws, self.momenta, self.rows = draws, momenta, 0
-        count = len(next(iter(draws.values())))
-        self.sums = {name: model.buffers[name].new_zeros(count, *model.buffers[name].shape) for name in momenta}
+    def __init__(self, norms: BatchNorms, draws: Weights):
+        self.norms, self.draws, self.rows = norms, draws, 0
+        count, buffers = len(next(iter(draws.values()))), norms.model.buffers
+        self.sums = {name: buffers[name].new_zeros(count, *buffers[name].shape) for name in norms.shares}
 
     def add(self, batch: Batch) -> None:
         rows = num_rows(batch.x)
         if rows < 2 and self.rows:
             return  # one row has no variance
-        self.model.network.eval()  # so that it is put into training mode as this model says
         for k in range(len(next(iter(self.draws.values())))):
-            buffers = {
-                name: torch.zeros_like(b) if name in self.momenta else b.clone() for name, b in self.model.buffers.items()
-            }
-            with torch.no_grad():
-                self.model.outputs({**index(self.draws, k), **buffers}, batch.x, train=True)
-            for name, share in self.momenta.items():
-                self.sums[name][k] += rows / share * buffers[name]
-        self.model.network.eval()
+            for name, value in self.norms.statistics(index(self.draws, k), batch.x).items():
+                self.sums[name][k] += rows * value
         self.rows += rows
 
     def next_pass(self) -> bool:
