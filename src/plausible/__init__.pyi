@@ -34,6 +34,7 @@ from plausible.methods.variational.dvi import DVI as DVI
 from plausible.engine import DivergenceError as DivergenceError
 from plausible.methods.chains.elliptical_slice import EllipticalSlice as EllipticalSlice
 from plausible.methods.ensembles.ensemble import Ensemble as Ensemble
+from plausible.methods.averages.fge import FGE as FGE
 from plausible.posteriors.doubts import FitWarning as FitWarning
 from plausible.methods.variational.flow import Flow as Flow
 from plausible.methods.variational.full_rank import FullRank as FullRank
@@ -68,6 +69,7 @@ from plausible.methods.stochastic_gradient.sgnht import SGNHT as SGNHT
 from plausible.methods.chains.smc import SMC as SMC
 from plausible.methods.averages.swa import SWA as SWA
 from plausible.methods.averages.swag import SWAG as SWAG
+from plausible.methods.averages.snapshots import Snapshots as Snapshots
 from plausible.methods.subspaces.subspace import Subspace as Subspace
 from plausible.methods.natural.vogn import VOGN as VOGN
 from plausible.analysis.fidelity import fidelity as fidelity

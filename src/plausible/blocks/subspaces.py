@@ -63,7 +63,7 @@ class Plane(NamedTuple):
 
 
 class OnPlane(nn.Module):
-    """A network whose weights are a function of others: its layers can be looked at, and it is taken for none that code is made of."""
+    """A network whose weights are a function of others: its layers can be seen, and nobody takes it for a perceptron."""
 
     def __init__(self, network: nn.Module):
         super().__init__()

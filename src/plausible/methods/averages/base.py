@@ -34,14 +34,11 @@ SNAPSHOTS, VARIANCE, DEVIATIONS = "collected/snapshots", "variance/", "deviation
 
 
 @dataclass(frozen=True)
-class TrajectoryAverage(Method):
-    """θ̄ = mean of θ_t at every `every`-th step of an optimiser with a constant rate, after `mode` has trained
+class OnPath(Method):
+    """The base of methods that go on with an optimiser after `mode` has trained, and keep something of its path.
 
-    The base of methods that average weights on the way: a subclass says what is `drawn` from the averages.
-
-    `mode` trains first (None: start at the weights as they are, or at `init=` of `fit`). Then `optimiser` goes on with the rate
-    `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps (None: once an epoch, at most
-    100 times) a snapshot enters the averages. What `mode` holds out is held out here too.
+    `mode` None: start at the weights as they are, or at `init=` of `fit`. What it holds out is held out on the path too. A subclass
+    says its stages, the last of them `Drawing`, and what is `drawn` from what the path left.
     """
 
     mode: MAP | None = field(default_factory=MAP)
@@ -49,37 +46,29 @@ class TrajectoryAverage(Method):
     batch_size: BatchSize = "auto"
     lr: float | Schedule = 5e-3
     optimiser: Optimiser = field(default_factory=AdamW)
-    every: int | None = None
 
-    rank: ClassVar[int | None] = None  # how many deviations are kept; None: no variances either
-    traits: ClassVar[Traits] = Traits(divisible=False, keeps_draws=False, shaping=("rank",))
+    traits: ClassVar[Traits] = Traits(divisible=False, keeps_draws=False)
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
         check_training(self)
         as_schedule(self.lr)
         object.__setattr__(self, "optimiser", as_optimiser(self.optimiser))
         if self.mode is not None and not isinstance(self.mode, MAP):
             raise TypeError(
-                f"{who}: mode must be MAP(…), which trains before, or None for the weights as they are, got {self.mode!r}"
+                f"{type(self).__name__}: mode must be MAP(…), which trains before, or None for the weights as they are, got "
+                f"{self.mode!r}"
             )
-        if self.every is not None:
-            check_count(self, "every")
 
-    def stages(self) -> tuple[Stage, ...]:
-        training = () if self.mode is None else (self.mode,)
-        return (*training, Collecting(self), Drawing(self))
+    @property
+    def training(self) -> tuple[Stage, ...]:
+        return () if self.mode is None else (self.mode,)
 
     def drawn(self, model: Model, left: Mapping[str, Tensor], key: Tensor) -> Weights:
-        """Weights [S, …] by the means, variances and deviations that collecting left."""
+        """Weights [S, …] by what the path left."""
         raise NotImplementedError
 
     def holdout(self, num_data: int, per_epoch: int | None = None) -> float:
         return 0.0 if self.mode is None else self.mode.plan(num_data, per_epoch).holdout
-
-    @classmethod
-    def conforming(cls) -> Method:
-        return cls(MAP.conforming(), epochs=600, batch_size=None, lr=0.02, optimiser=SGD(), every=1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The mode, without spread: what full batches come to rest at."""
@@ -88,6 +77,34 @@ class TrajectoryAverage(Method):
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> IndependentDraws:
         return IndependentDraws.left(self, model, fitted)
+
+
+@dataclass(frozen=True)
+class TrajectoryAverage(OnPath):
+    """θ̄ = mean of θ_t at every `every`-th step of an optimiser with a constant rate, after `mode` has trained
+
+    The base of methods that average weights on the way: a subclass says what is `drawn` from the averages.
+
+    `optimiser` goes on with the rate `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps
+    (None: once an epoch, at most 100 times) a snapshot enters the averages.
+    """
+
+    every: int | None = None
+
+    rank: ClassVar[int | None] = None  # how many deviations are kept; None: no variances either
+    traits: ClassVar[Traits] = replace(OnPath.traits, shaping=("rank",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every is not None:
+            check_count(self, "every")
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (*self.training, Collecting(self), Drawing(self))
+
+    @classmethod
+    def conforming(cls) -> Method:
+        return cls(MAP.conforming(), epochs=600, batch_size=None, lr=0.02, optimiser=SGD(), every=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +219,7 @@ class DrawnState(PassState):
 class Drawing(Pass):
     """Draws from what was collected; where the network has batch norm, one pass over the data for the statistics of all."""
 
-    method: TrajectoryAverage
+    method: OnPath
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return replace(super().plan(num_data, per_epoch), holdout=self.method.holdout(num_data, per_epoch))

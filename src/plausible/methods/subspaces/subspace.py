@@ -99,7 +99,7 @@ class Subspace(Method):
         return replace(self.method.traits, verb="sample", divisible=False, bias="the posterior on a plane")
 
     def stages(self) -> tuple[Stage, ...]:
-        begin: tuple[Stage, ...] = () if self.path.mode is None else (self.path.mode,)
+        begin = self.path.training
         if self.basis == "pca":
             begin = (*begin, Collecting(self.path))
         elif self.basis == "curve":
