@@ -67,6 +67,7 @@ from plausible.methods.stochastic_gradient.sghmc import SGHMC as SGHMC
 from plausible.methods.stochastic_gradient.sgld import SGLD as SGLD
 from plausible.methods.stochastic_gradient.sgnht import SGNHT as SGNHT
 from plausible.methods.chains.smc import SMC as SMC
+from plausible.methods.ensembles.svgd import SVGD as SVGD
 from plausible.methods.averages.swa import SWA as SWA
 from plausible.methods.averages.swag import SWAG as SWAG
 from plausible.methods.averages.snapshots import Snapshots as Snapshots
