@@ -25,6 +25,7 @@ from plausible.analysis import uncertainty as uncertainty
 from plausible.methods.chains.ais import AnnealedImportance as AnnealedImportance
 from plausible.methods.automatic.auto import Auto as Auto
 from plausible.core.data import Batch as Batch
+from plausible.methods.ensembles.batch_ensemble import BatchEnsemble as BatchEnsemble
 from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
 from plausible.methods.chains.chees import ChEES as ChEES
