@@ -22,6 +22,7 @@ from plausible.core import schedules as schedules
 from plausible.apps import sklearn as sklearn
 from plausible import testing as testing
 from plausible.analysis import uncertainty as uncertainty
+from plausible.methods.ensembles.anchored import Anchored as Anchored
 from plausible.methods.chains.ais import AnnealedImportance as AnnealedImportance
 from plausible.methods.automatic.auto import Auto as Auto
 from plausible.core.data import Batch as Batch

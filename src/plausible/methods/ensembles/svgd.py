@@ -142,11 +142,8 @@ class Repelled(Stacked):
         """
         scale = model.num_data / num_rows(batch.x)
 
-        def likelihood(outputs: Tensor, noise: Weights) -> Tensor:
-            each = model.likelihood.log_prob(outputs, batch.y, noise)
-            if batch.mask is not None:
-                each = torch.where(batch.mask, each, torch.zeros_like(each))
-            each = each.flatten(1).sum(1) if each.ndim > 1 else each
+        def likelihood(outputs: Tensor, weights: Weights) -> Tensor:
+            each = model.log_likelihood_of(outputs, weights, batch)
             return scale * (each if batch.weight is None else each * batch.weight).sum()
 
         def outputs(weights: Weights, buffers: Weights) -> Tensor:
@@ -158,10 +155,10 @@ class Repelled(Stacked):
             f = mapped(outputs, randomness="different")(leaves, clone(buffers))
             with torch.enable_grad():
                 seen = f.detach().requires_grad_()
-                (slopes,) = torch.autograd.grad(mapped(likelihood)(seen, model.noise(clone(leaves))).sum(), [seen])
+                (slopes,) = torch.autograd.grad(mapped(likelihood)(seen, clone(leaves)).sum(), [seen])
             near, away = kernel(seen.detach().flatten(1), self.settings.bandwidth)
             driven = (near @ slopes.flatten(1) + away).view_as(f)
-            own = mapped(likelihood)(f.detach(), model.noise(leaves)) + mapped(model.log_prior)(leaves)
+            own = mapped(likelihood)(f.detach(), leaves) + mapped(model.log_prior)(leaves)
             return ((f * driven).sum() + (near.sum(1) * own).sum()) / (self.members * model.temperature), ()
 
         return value_and_gradient(pulled, state.weights)[2]
