@@ -8,6 +8,7 @@ from plausible.apps import datasets as datasets
 from plausible.analysis import decisions as decisions
 from plausible.posteriors import diagnostics as diagnostics
 from plausible.analysis import evidence as evidence
+from plausible.analysis import geometry as geometry
 from plausible.core import likelihoods as likelihoods
 from plausible import methods as methods
 from plausible.analysis import metrics as metrics
