@@ -113,3 +113,12 @@ def test_particles_in_a_loop_move_as_stacked_ones(which: Any) -> None:
 def test_bad_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         pl.SVGD(**settings)
+
+
+def test_particles_start_at_the_draws_of_an_earlier_posterior() -> None:
+    earlier = PROBLEM.fit(pl.SVGD(FULL, particles=4))
+    still = pl.SVGD(pl.MAP(epochs=1, batch_size=None, lr=1e-9), particles=4)
+    found = PROBLEM.fit(still, init=earlier).weights()["weight"]
+    torch.testing.assert_close(found, earlier.weights()["weight"], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="raise members instead"):
+        pl.Ensemble(still)

@@ -42,7 +42,7 @@ class Anchored(Method):
     init: Literal["fresh", "given", "prior"] = "fresh"
 
     name: ClassVar[str] = "anchored"
-    traits: ClassVar[Traits] = Traits(verb="sample", divisible=False, bias="exact for linear models, and else near the modes")
+    traits: ClassVar[Traits] = Traits(divisible=False, bias="exact for linear models, and else near the modes")
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, MAP) or self.mode.adversarial:

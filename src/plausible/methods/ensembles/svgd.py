@@ -44,7 +44,7 @@ class SVGD(Method):
 
     name: ClassVar[str] = "svgd"
     traits: ClassVar[Traits] = Traits(
-        verb="sample", divisible=False, mixed_precision=False, tolerance=0.2, bias="too narrow where weights are many"
+        divisible=False, shares_batches=True, mixed_precision=False, tolerance=0.2, bias="too narrow where weights are many"
     )
 
     def __post_init__(self) -> None:
@@ -57,6 +57,10 @@ class SVGD(Method):
         check_choice(self, "init", ("fresh", "given", "prior"))
         if self.bandwidth is not None:
             check_number(self, "bandwidth", above=0)
+
+    @property
+    def members(self) -> int:  # type: ignore[override]
+        return self.particles
 
     def stages(self) -> tuple[Stage, ...]:
         return (Repelled(self.mode, self.particles, self.init, settings=self),)
