@@ -1,4 +1,4 @@
-"""The picture of the README, drawn by the code beside it: `python docs/figures.py` writes docs/figures/gap.png."""
+"""Pictures drawn by the code beside them: `python docs/figures.py` writes those of the README and of the page on geometry."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ STYLE = {
 }
 
 
-def first_example() -> str:
+PICTURES = (("README.md", "gap.png"), ("docs/geometry.md", "planes.png"))
+
+
+def first_example(page: str) -> str:
     """The code beside the picture."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     match = re.search(r"```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert match is not None
     return match[1]
@@ -35,11 +38,12 @@ def first_example() -> str:
 
 def main() -> None:
     matplotlib.use("Agg")
-    out = ROOT / "docs/figures/gap.png"
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), matplotlib.rc_context(STYLE):
-        exec(compile(first_example(), "README.md", "exec"), {})
-        out.write_bytes(Path("gap.png").read_bytes())
-    print(f"wrote {out.relative_to(ROOT)}")
+    for page, name in PICTURES:
+        out = ROOT / "docs/figures" / name
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), matplotlib.rc_context(STYLE):
+            exec(compile(first_example(page), page, "exec"), {})
+            out.write_bytes(Path(name).read_bytes())
+        print(f"wrote {out.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ _MODULES = {
     "decisions": "analysis.decisions",
     "diagnostics": "posteriors.diagnostics",
     "evidence": "analysis.evidence",
+    "geometry": "analysis.geometry",
     "likelihoods": "core.likelihoods",
     "methods": "methods",
     "metrics": "analysis.metrics",

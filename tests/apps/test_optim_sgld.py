@@ -1,4 +1,4 @@
-"""SGLD in other people's loops: the method's steps, its law, and states that go on with the same bits."""
+"""Chains in other people's loops: the method's steps, its law, and states that go on with the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import plausible as pl
-from plausible.optim import SGLD
+from plausible.optim import PSGLD, SGHMC, SGLD, SGNHT
 from plausible.testing import LinearGaussian
 
 PROBLEM = LinearGaussian()
@@ -25,7 +25,7 @@ def _loss(net: nn.Module) -> torch.Tensor:
     return (net(x.float()) - y.float()).square().mean() / (2 * PROBLEM.noise**2) + prior / PROBLEM.num_data
 
 
-def _train(net: nn.Module, optimizer: SGLD, steps: int) -> torch.Tensor:
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
     seen = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -120,3 +120,65 @@ def test_groups_schedulers_and_closures_work_as_in_any_optimiser() -> None:
 def test_bad_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         SGLD(PROBLEM.network().parameters(), **{"lr": 1e-3, "num_data": 40, **settings})
+
+
+CHAINS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "psgld": (PSGLD, {"decay": 0.9, "damping": 1e-3}),
+    "sghmc": (SGHMC, {"friction": 0.3, "noise": 0.05}),
+    "sgnht": (SGNHT, {"diffusion": 0.2, "gain": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_other_chains_take_the_steps_of_their_methods(name: str) -> None:
+    kind, settings = CHAINS[name]
+    method = pl.methods.create(name, epochs=30, batch_size=None, lr=2e-3, burn_in=0.0, thin=1, temperature=0.5, **settings)
+    draws = PROBLEM.fit(method, seed=5).weights()["weight"].squeeze(1)
+    net = PROBLEM.network()
+    found = _train(net, kind(net.parameters(), 2e-3, num_data=PROBLEM.num_data, temperature=0.5, seed=5, **settings), 30)
+    torch.testing.assert_close(found, draws, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_states_of_the_other_chains_go_on_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    kind, settings = CHAINS[name]
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 12).view(4, 3).to(dtype)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(x).float().square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(dtype)
+    groups = [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 2e-3}]
+    optimizer = kind(groups, 1e-3, num_data=40, seed=3, **settings)
+    train(net, optimizer, 4)
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    whole = train(net, optimizer, 5)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(dtype)
+    again.load_state_dict(saved["net"])
+    other = kind([{"params": again[0].parameters()}, {"params": again[1].parameters()}], 1.0, num_data=1)
+    other.load_state_dict(saved["optimizer"])
+    assert torch.equal(train(again, other, 5), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (PSGLD, {"decay": 1.0}, "PSGLD: decay must be in"),
+        (PSGLD, {"damping": 0.0}, "PSGLD: damping must be positive"),
+        (SGHMC, {"friction": 0.0}, "SGHMC: friction must be above 0"),
+        (SGHMC, {"noise": 0.2}, "SGHMC: noise=0.2 is more than friction=0.1"),
+        (SGNHT, {"temperature": 0.0}, "SGNHT: temperature must be positive"),
+        (SGNHT, {"gain": 1.0}, "SGNHT: gain must be in"),
+    ],
+)
+def test_bad_settings_of_the_other_chains_are_refused_by_name(kind: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(PROBLEM.network().parameters(), 1e-3, **{"num_data": 40, **settings})

@@ -9,6 +9,7 @@ import torch
 
 import plausible as pl
 from plausible import metrics, plots
+from plausible.analysis.geometry import Surface
 from plausible.apps.report.statistics import count_range, rank_shares
 from plausible.apps.sweep import Sweep
 from plausible.blocks.chains import convergence as diagnostics
@@ -73,6 +74,9 @@ def calls(chains):
         "example_images": lambda **k: plots.example_images(torch.rand(80, 4, 4), classes, labels, **k),
         "pruned_weights": lambda **k: plots.pruned_weights(posterior, posterior.prune(0.5), **k),
         "snr": lambda **k: plots.snr(posterior, **k),
+        "surface": lambda **k: plots.surface(
+            Surface(torch.arange(4.0), torch.arange(3.0), torch.randn(3, 4), torch.randn(3, 4), torch.rand(3, 2)), **k
+        ),
         "sweep": lambda **k: plots.sweep(
             Sweep([{"settings": {"lr": v, "samples": s}, "scores": {"nll": v * s}} for v in (0.1, 0.2) for s in (1, 2)]), **k
         ),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import plausible as pl
 from plausible.apps.cli.diagnosing import _chains
+from plausible.blocks.batch_norm import BatchNorms
 from plausible.core import random
 from plausible.core.data import Batch, Order, as_data
 from plausible.methods.averages.base import DEVIATIONS, SNAPSHOTS, VARIANCE, Averages, Statistics
@@ -235,8 +236,10 @@ def test_too_few_snapshots_are_refused() -> None:
 def test_a_pass_that_is_taken_up_again_finds_the_same_statistics() -> None:
     net, data = _normed()
     posterior = pl.fit(net, data, pl.SWAG(draws=3, **SMALL), **QUIET)
-    draws, momenta = posterior.weights(), {"1.running_mean": 0.3, "1.running_var": 0.3}
-    whole, first, second = (Statistics(posterior.model, draws, momenta) for _ in range(3))
+    norms = BatchNorms.of(posterior.model)
+    assert norms is not None
+    assert norms.shares == {"1.running_mean": 0.3, "1.running_var": 0.3}
+    whole, first, second = (Statistics(norms, posterior.weights()) for _ in range(3))
     batches = [Batch(data[0][i : i + 30], data[1][i : i + 30]) for i in (0, 30, 60)]
     for batch in batches:
         whole.add(batch)

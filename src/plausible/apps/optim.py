@@ -1,12 +1,13 @@
-"""Bayesian learning in a training loop of your own: IVON and SGLD as a `torch.optim.Optimizer`.
+"""Bayesian learning in a training loop of your own: IVON, and chains, as a `torch.optim.Optimizer`.
 
     for x, y in loader:
         with optimizer.sampled_params(train=True):  # weights drawn from q; once or several times
             loss(network(x), y).backward()
         optimizer.step()
 
-IVON takes the steps of `plausible.natural_gradients`, as the method `plausible.IVON` does, on the parameters themselves. SGLD takes
-those of the method `plausible.SGLD`, in the loop of any other optimiser: its parameters after a step are a draw.
+IVON takes the steps of `plausible.natural_gradients`, as the method `plausible.IVON` does, on the parameters themselves. SGLD,
+PSGLD, SGHMC and SGNHT take those of the methods of these names, in the loop of any other optimiser: the parameters after a step are
+a draw.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from plausible.apps.chain_optimisers import PSGLD, SGHMC, SGLD, SGNHT, Rules, check, noise_for
 from plausible.blocks.natural_gradients import descend, deviation, price, wide
 from plausible.core import random
 from plausible.core.weights import clone, select
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from plausible.methods import Method
     from plausible.posteriors.laws import LawPosterior
 
-__all__ = ["IVON", "SGLD"]
+__all__ = ["IVON", "PSGLD", "SGHMC", "SGLD", "SGNHT"]
 
 TRAIN, TEST = "train", "test"
 
@@ -86,7 +87,7 @@ class IVON(torch.optim.Optimizer):
         """Add parameters with settings of their own; they are checked here."""
         super().add_param_group(param_group)
         try:
-            _check("IVON", self.param_groups[-1], IVON_RULES)
+            check("IVON", self.param_groups[-1], IVON_RULES)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -104,7 +105,7 @@ class IVON(torch.optim.Optimizer):
             raise RuntimeError("sampled_params: the parameters hold a draw already; leave that block first")
         kind = TRAIN if train else TEST
         chosen = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        noises = _noise([p for p, _ in chosen], self._counts[kind], self._seed, int(kind == TEST))
+        noises = noise_for([p for p, _ in chosen], self._counts[kind], self._seed, int(kind == TEST))
         self._counts[kind] += 1
         # Kept and put back: subtracting the noise again would round.
         held = [parameter.detach().clone() for parameter, _ in chosen]
@@ -321,92 +322,6 @@ def _as_method(group: Mapping[str, Any]) -> Method:
     return methods.IVON(**kept, lr=lr) if lr else methods.IVON(**kept)
 
 
-class SGLD(torch.optim.Optimizer):
-    """θ ← θ − (ε/2)·N·∇loss(θ) + √(ε T) ξ,  ξ ~ N(0, I),  where loss(θ) = −log p(θ, D)/N
-
-    Stochastic-gradient Langevin dynamics (Welling & Teh 2011): the parameters after a step are a draw, near the posterior once the
-    loop has run for a while.
-
-    Args:
-        params: parameters, named parameters or groups of them; every setting but `seed` may differ between groups.
-        lr: ε of the method `plausible.SGLD`, in units of the full-data log joint: good values fall like 1/N.
-        num_data: N. The loss must be a mean over examples of −log p(y | x, θ), plus −log p(θ)/N: for a Gaussian prior
-            ‖θ‖²/(2·N·scale²).
-        temperature: T = 1 samples the posterior, below 1 a cold one, and 0 is gradient descent with the rate ε·N/2.
-        seed: of the noise, which is a function of the seed and the number of the step; torch's global generators are left alone.
-            Processes that share gradients must share the seed.
-
-    Parameters without a gradient are left alone. Memory: none beside the parameters.
-
-    """
-
-    def __init__(self, params: Iterable[Any], lr: float, *, num_data: float, temperature: float = 1.0, seed: int = 0):
-        self._seed, self._steps = seed, 0
-        random.key(seed)  # says what a seed is
-        super().__init__(params, {"lr": lr, "num_data": num_data, "temperature": temperature})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; they are checked here."""
-        super().add_param_group(param_group)
-        try:
-            _check("SGLD", self.param_groups[-1], SGLD_RULES)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move the parameters by their gradients and the noise; returns what `closure` returned, where there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        chosen = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        noises = _noise([p for p, _ in chosen], self._steps, self._seed)
-        self._steps += 1
-        for (parameter, group), noise in zip(chosen, noises):
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError("SGLD needs dense gradients, and one is sparse: use sparse=False in the embedding")
-            drift = -0.5 * group["lr"] * group["num_data"] * parameter.grad.to(noise.dtype)
-            parameter.copy_(parameter + drift + (group["lr"] * group["temperature"]) ** 0.5 * noise)
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a bit-equal continuation needs: the settings of the groups, and where the noise is."""
-        return {**super().state_dict(), "noise": {"seed": self._seed, "steps": self._steps}}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the parameters themselves are loaded with their module."""
-        if "steps" not in state_dict.get("noise", {}):
-            raise ValueError(
-                "load_state_dict: this is not a state of plausible.optim.SGLD: it has no entry 'noise' with its steps"
-            )
-        super().load_state_dict(dict(state_dict))
-        self._seed, self._steps = state_dict["noise"]["seed"], state_dict["noise"]["steps"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seed": self._seed, "_steps": self._steps}
-
-
-def _noise(parameters: list[Tensor], count: int, seed: int, *path: int) -> list[Tensor]:
-    """N(0, 1) for each parameter: on the CPU by key and counter, on other devices by a generator seeded with both."""
-    # Noise is a function of seed, stream and number of the draw, so that a resumed run draws what it would have drawn.
-    like = {i: p if p.dtype == wide(p) else torch.empty_like(p, dtype=wide(p)) for i, p in enumerate(parameters)}
-    here = {str(i): p for i, p in like.items() if p.device.type == "cpu"}
-    noise = random.normal(random.key(seed, *path), count, here) if here else {}
-    generators: dict[torch.device, torch.Generator] = {}
-    for i, p in like.items():
-        if p.device.type != "cpu":
-            if p.device not in generators:
-                number = random.generator(seed, *path, count).initial_seed()
-                generators[p.device] = torch.Generator(p.device).manual_seed(number)
-            noise[str(i)] = torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generators[p.device])
-    return [noise[str(i)] for i in like]
-
-
-Rules = Mapping[str, tuple[Callable[[float], bool], str]]
 IVON_RULES: Rules = {
     "lr": (lambda v: 0 <= v < math.inf, "at least 0"),
     "ess": (lambda v: 0 < v < math.inf, "positive and finite"),
@@ -417,22 +332,3 @@ IVON_RULES: Rules = {
     "damping": (lambda v: 0 <= v < math.inf, "at least 0 and finite"),
     "clip_radius": (lambda v: v > 0, "positive"),
 }
-SGLD_RULES: Rules = {
-    "lr": (lambda v: 0 <= v < math.inf, "at least 0"),
-    "num_data": (lambda v: 0 < v < math.inf, "positive and finite"),
-    "temperature": (lambda v: 0 <= v < math.inf, "at least 0 and finite"),
-}
-
-
-def _check(who: str, group: Mapping[str, Any], rules: Rules) -> None:
-    """Refuse settings that make no law, and parameters that are not real numbers."""
-    for name, (holds, words) in rules.items():
-        value = group[name]
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
-            raise TypeError(f"{who}: {name} must be a number, got {value!r}")
-        if not holds(float(value)):
-            raise ValueError(f"{who}: {name} must be {words}, got {value!r}")
-    for parameter in group["params"]:
-        if not parameter.is_floating_point():
-            what = parameter.dtype
-            raise TypeError(f"{who}: parameters must be real floating-point tensors, got {what}; leave it out of params")

@@ -294,7 +294,10 @@ class Model:
 
     def log_likelihood(self, weights: Mapping[str, Tensor], batch: Batch, *, train: bool = False) -> Tensor:
         """Log p(y_i | x_i, w) for each example of the batch: [B]; outputs summed, masked ones left out, not weighted."""
-        outputs = self.outputs(weights, batch.x, train=train)
+        return self.log_likelihood_of(self.outputs(weights, batch.x, train=train), weights, batch)
+
+    def log_likelihood_of(self, outputs: Tensor, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The same of outputs f(x_i): [B]; of the weights only those of the likelihood matter."""
         each = self.likelihood.log_prob(outputs, batch.y, self.noise(weights))
         if batch.mask is not None:
             each = torch.where(batch.mask, each, torch.zeros_like(each))

@@ -362,7 +362,8 @@ def create(method: str | Method, /, **settings: Any) -> Method:
         raise TypeError(f"method must be a Method or its name, got {type(method).__name__}")
     wanted = method.lower().replace("_", "-")
     if wanted not in registry:
-        close = difflib.get_close_matches(wanted, registry, n=1)
+        close = difflib.get_close_matches(wanted, registry, n=3)
+        close.sort(key=lambda known: sorted(known) != sorted(wanted))  # of equally near ones that of the same letters
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown method {method!r}; {hint}known methods: {', '.join(sorted(registry))}")
     chosen = registry[wanted]

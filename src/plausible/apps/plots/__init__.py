@@ -15,6 +15,7 @@ from plausible.apps.plots.chains import (
     training_trace,
 )
 from plausible.apps.plots.comparing import evidence, sweep
+from plausible.apps.plots.geometry import surface
 from plausible.apps.plots.heldout import (
     example_images,
     example_rows,
@@ -48,6 +49,7 @@ __all__ = [
     "risk_coverage",
     "snr",
     "snr_cdf",
+    "surface",
     "sweep",
     "trace",
     "training_trace",

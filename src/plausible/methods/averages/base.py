@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from plausible.blocks.batch_norm import BatchNorms
 from plausible.core.data import Batch, Data, num_rows
 from plausible.core.model import Model
 from plausible.core.optimisers import SGD, AdamW, Optimiser, as_optimiser
@@ -35,15 +36,11 @@ SNAPSHOTS, VARIANCE, DEVIATIONS = "collected/snapshots", "variance/", "deviation
 
 
 @dataclass(frozen=True)
-class TrajectoryAverage(Method):
-    """θ̄ = mean of θ_t at every `every`-th step of an optimiser with a constant rate, after `mode` has trained
+class OnPath(Method):
+    """The base of methods that go on with an optimiser after `mode` has trained, and keep something of its path.
 
-    The base of methods that average weights on the way: a subclass says what is `drawn` from the averages.
-
-    `mode` trains first (None: start at the weights as they are, or at `init=` of `fit`). Then `optimiser` goes on with the rate
-    `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps (None: once an epoch, at most
-    100 times) a snapshot enters the averages. What `mode` holds out is held out here too, and where it has patience the averaging
-    ends when 10 snapshots did not make the mean better there, and the mean is the one that was best.
+    `mode` None: start at the weights as they are, or at `init=` of `fit`. What it holds out is held out on the path too. A subclass
+    says its stages, the last of them `Drawing`, and what is `drawn` from what the path left.
     """
 
     mode: MAP | None = field(default_factory=MAP)
@@ -51,37 +48,29 @@ class TrajectoryAverage(Method):
     batch_size: BatchSize = "auto"
     lr: float | Schedule = 5e-3
     optimiser: Optimiser = field(default_factory=AdamW)
-    every: int | None = None
 
-    rank: ClassVar[int | None] = None  # how many deviations are kept; None: no variances either
-    traits: ClassVar[Traits] = Traits(divisible=False, keeps_draws=False, shaping=("rank",))
+    traits: ClassVar[Traits] = Traits(divisible=False, keeps_draws=False)
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
         check_training(self)
         as_schedule(self.lr)
         object.__setattr__(self, "optimiser", as_optimiser(self.optimiser))
         if self.mode is not None and not isinstance(self.mode, MAP):
             raise TypeError(
-                f"{who}: mode must be MAP(…), which trains before, or None for the weights as they are, got {self.mode!r}"
+                f"{type(self).__name__}: mode must be MAP(…), which trains before, or None for the weights as they are, got "
+                f"{self.mode!r}"
             )
-        if self.every is not None:
-            check_count(self, "every")
 
-    def stages(self) -> tuple[Stage, ...]:
-        training = () if self.mode is None else (self.mode,)
-        return (*training, Collecting(self), Drawing(self))
+    @property
+    def training(self) -> tuple[Stage, ...]:
+        return () if self.mode is None else (self.mode,)
 
     def drawn(self, model: Model, left: Mapping[str, Tensor], key: Tensor) -> Weights:
-        """Weights [S, …] by the means, variances and deviations that collecting left."""
+        """Weights [S, …] by what the path left."""
         raise NotImplementedError
 
     def holdout(self, num_data: int, per_epoch: int | None = None) -> float:
         return 0.0 if self.mode is None else self.mode.plan(num_data, per_epoch).holdout
-
-    @classmethod
-    def conforming(cls) -> Method:
-        return cls(MAP.conforming(), epochs=600, batch_size=None, lr=0.02, optimiser=SGD(), every=1)
 
     def conjugate(self, problem: LinearGaussian) -> tuple[Tensor, Tensor]:
         """The mode, without spread: what full batches come to rest at."""
@@ -90,6 +79,35 @@ class TrajectoryAverage(Method):
 
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> IndependentDraws:
         return IndependentDraws.left(self, model, fitted)
+
+
+@dataclass(frozen=True)
+class TrajectoryAverage(OnPath):
+    """θ̄ = mean of θ_t at every `every`-th step of an optimiser with a constant rate, after `mode` has trained
+
+    The base of methods that average weights on the way: a subclass says what is `drawn` from the averages.
+
+    `optimiser` goes on with the rate `lr` for `epochs` (None: 50, on small data as many as 500 steps take), and every so many steps
+    (None: once an epoch, at most 100 times) a snapshot enters the averages. Where `mode` has patience, averaging ends when 10
+    snapshots did not make the mean better on the rows that it holds out, and the mean is the one that was best.
+    """
+
+    every: int | None = None
+
+    rank: ClassVar[int | None] = None  # how many deviations are kept; None: no variances either
+    traits: ClassVar[Traits] = replace(OnPath.traits, shaping=("rank",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every is not None:
+            check_count(self, "every")
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (*self.training, Collecting(self), Drawing(self))
+
+    @classmethod
+    def conforming(cls) -> Method:
+        return cls(MAP.conforming(), epochs=600, batch_size=None, lr=0.02, optimiser=SGD(), every=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,32 +224,21 @@ class DrawnState(PassState):
 class Drawing(Pass):
     """Draws from what was collected; where the network has batch norm, one pass over the data for the statistics of all."""
 
-    method: TrajectoryAverage
+    method: OnPath
 
     def plan(self, num_data: int, per_epoch: int | None = None) -> Plan:
         return replace(super().plan(num_data, per_epoch), holdout=self.method.holdout(num_data, per_epoch))
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> DrawnState:
         draws = self.method.drawn(model, index(run.before, 0), key)
-        momenta = _momenta(model)
-        return DrawnState(Statistics(model, draws, momenta) if momenta else None, run.data, draws)
+        norms = BatchNorms.of(model)
+        return DrawnState(Statistics(norms, draws) if norms else None, run.data, draws)
 
     def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
         assert isinstance(state, DrawnState)
         count = len(next(iter(state.draws.values())))
         buffers = {name: run.before[name].expand(count, *run.before[name].shape[1:]).clone() for name in model.buffers}
         return {**state.draws, **buffers, **(state.result or {})}
-
-
-def _momenta(model: Model) -> dict[str, float]:
-    """The running means and variances of batch norm among the buffers, and the share that a new batch has in them."""
-    found: dict[str, float] = {}
-    for place, module in model.network.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            share = 1.0 if module.momentum is None else module.momentum  # None: the mean of all batches, of which there is one
-            names = [f"{place}.{name}" if place else name for name in ("running_mean", "running_var")]
-            found |= {name: share for name in names if name in model.buffers and share}
-    return found
 
 
 class Statistics:
@@ -241,28 +248,18 @@ class Statistics:
     chunk = CHUNK
     note = "statistics of batch norm"
 
-    def __init__(self, model: Model, draws: Weights, momenta: Mapping[str, float]):
-        # dropout and the like stay off
-        quiet = [n for n, m in model.network.named_modules() if n and not isinstance(m, nn.modules.batchnorm._NormBase)]
-        self.model = replace(model, evaluated=tuple({*model.evaluated, *quiet}))
-        self.draws, self.momenta, self.rows = draws, momenta, 0
-        count = len(next(iter(draws.values())))
-        self.sums = {name: model.buffers[name].new_zeros(count, *model.buffers[name].shape) for name in momenta}
+    def __init__(self, norms: BatchNorms, draws: Weights):
+        self.norms, self.draws, self.rows = norms, draws, 0
+        count, buffers = len(next(iter(draws.values()))), norms.model.buffers
+        self.sums = {name: buffers[name].new_zeros(count, *buffers[name].shape) for name in norms.shares}
 
     def add(self, batch: Batch) -> None:
         rows = num_rows(batch.x)
         if rows < 2 and self.rows:
             return  # one row has no variance
-        self.model.network.eval()  # so that it is put into training mode as this model says
         for k in range(len(next(iter(self.draws.values())))):
-            buffers = {
-                name: torch.zeros_like(b) if name in self.momenta else b.clone() for name, b in self.model.buffers.items()
-            }
-            with torch.no_grad():
-                self.model.outputs({**index(self.draws, k), **buffers}, batch.x, train=True)
-            for name, share in self.momenta.items():
-                self.sums[name][k] += rows / share * buffers[name]
-        self.model.network.eval()
+            for name, value in self.norms.statistics(index(self.draws, k), batch.x).items():
+                self.sums[name][k] += rows * value
         self.rows += rows
 
     def next_pass(self) -> bool:

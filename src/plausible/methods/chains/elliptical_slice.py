@@ -102,7 +102,12 @@ def prior_of(target: Density) -> Ellipse:
     return Ellipse(centre.to(target.dtype), (scale * math.sqrt(temperature)).to(target.dtype))
 
 
-def gaussian_prior(model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+OTHERWISE = "or use NUTS or HMC, which take any"
+
+
+def gaussian_prior(
+    model: Model, who: str = "EllipticalSlice", otherwise: str = OTHERWISE
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """μ and σ of each random weight's prior, whatever it is made of; ValueError where it is not Gaussian.
 
     A density is Gaussian where its slope −(w − μ)/σ² is a falling line: the slopes at four points say so, and what μ and σ are.
@@ -118,20 +123,20 @@ def gaussian_prior(model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
                     # adding 0·w: a flat prior has no graph of its own
                     total = model.prior.elementwise(name, leaf).sum() + 0 * leaf.sum()
                 except (NotImplementedError, ValueError, TypeError):
-                    raise _refusal(model, name, "which has no density for single weights") from None
+                    raise _refusal(model, name, "which has no density for single weights", who, otherwise) from None
                 slopes.append(torch.autograd.grad(total, leaf)[0])
         precision = slopes[0] - slopes[1]
         straight = all(
             torch.allclose(slope, slopes[0] - probe * precision, rtol=1e-9, atol=1e-12) for probe, slope in zip(PROBES, slopes)
         )
         if not straight or not bool((precision > 0).all()):
-            raise _refusal(model, name, "which is not Gaussian")
+            raise _refusal(model, name, "which is not Gaussian", who, otherwise)
         centres[name], scales[name] = slopes[0] / precision, precision.rsqrt()
     return centres, scales
 
 
-def _refusal(model: Model, name: str, why: str) -> ValueError:
+def _refusal(model: Model, name: str, why: str, who: str, otherwise: str) -> ValueError:
     return ValueError(
-        f"EllipticalSlice: the prior of {name!r} is {model.prior.rule(name)}, {why}; give every weight a Gaussian prior, such as "
-        "priors.Gaussian(scale=1.0), or use NUTS or HMC, which take any"
+        f"{who}: the prior of {name!r} is {model.prior.rule(name)}, {why}; give every weight a Gaussian prior, such as "
+        f"priors.Gaussian(scale=1.0), {otherwise}"
     )

@@ -1,0 +1,1 @@
+"""Posteriors on planes through the space of weights."""
