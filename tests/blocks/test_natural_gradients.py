@@ -273,7 +273,8 @@ def test_a_learned_noise(kind: Any) -> None:
 
     search.step(negative_bound)  # type: ignore[arg-type]
     method = replace(kind.conforming(), initial_hessian=3.0, epochs=300 if kind is pl.IVON else 120)
-    posterior = pl.fit(nn.Linear(1, 1, bias=False), (x.float(), y.float()), method, **QUIET)
+    given = likelihoods.Gaussian()  # in the unit of y
+    posterior = pl.fit(nn.Linear(1, 1, bias=False), (x.float(), y.float()), method, likelihood=given, **QUIET)
     _compare(posterior, m.detach(), torch.exp(-2 * r.detach()), 0.25, 0.2)
 
 

@@ -19,7 +19,7 @@ from plausible.core import random
 from plausible.core import weights as tree
 from plausible.core.draws import outputs_of_draws
 from plausible.core.model import Model
-from plausible.core.priors import Prior
+from plausible.core.priors import LogUniform, Prior
 from plausible.core.serialise import Opaque
 from plausible.core.turns import cached
 from plausible.core.weights import Weights
@@ -36,6 +36,9 @@ BLOCK = 10
 """Draws whose noise comes out of one generator on a GPU, where one generator for each would cost more than the noise."""
 MOMENT_DRAWS = 1000
 """Draws for means and scales that have no closed form."""
+
+NARROW = 1e-150
+"""The scale of a weight that is a point, in float64."""
 
 laws: dict[str, type[Law]] = {}
 """The word for a law in files → its class."""
@@ -163,10 +166,10 @@ class DiagonalGaussian(Law):
         wide = {name: mean.double() for name, mean in zeroed(self.means, masks).items()}
         scales = {name: scale.double() for name, scale in self.scales.items()}
         # a scale that is nearly 0 for a point, whose contribution is then taken out again
-        narrow = {n: torch.where(masks[n], s, 1e-150) if n in masks else s for n, s in scales.items()}
+        narrow = {n: torch.where(masks[n], s, NARROW) if n in masks else s for n, s in scales.items()}
         closed, rest = expected_log_prior(prior, wide, narrow)
         for name in (name for name in masks if name not in rest):  # what the points at 0 added
-            closed = closed - prior.elementwise(name, torch.zeros_like(wide[name]))[~masks[name]].sum()
+            closed = closed - _at_zero(prior, name, wide[name], masks[name])
         value = -entropy(unpruned(scales, masks)) - closed
         if rest:
             stream = random.generator(seed, 11)
@@ -185,6 +188,17 @@ class DiagonalGaussian(Law):
     def status(self, name: str) -> str:
         way = self.settings["ways"].get(name)
         return "inferred" if way is None else f"inferred, noise by {way}"
+
+
+def _at_zero(prior: Prior, name: str, like: Tensor, mask: Tensor) -> Tensor:
+    """What `expectation` gives for the elements of a weight that are narrow around 0, those that `mask` leaves out."""
+    zeros = torch.zeros_like(like)
+    if not isinstance(prior.rule(name), LogUniform):
+        return prior.elementwise(name, zeros)[~mask].sum()
+    # log p has a pole there: narrow is not 0, and all elements are alike
+    every = prior.expectation(name, zeros, torch.full_like(zeros, NARROW))
+    assert every is not None
+    return every * ((~mask).sum() / mask.numel())
 
 
 class FamilyLaw(Law):
