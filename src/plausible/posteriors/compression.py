@@ -41,7 +41,8 @@ MOST = 255
 def compress(posterior: Posterior) -> nn.Module:
     """A plain module, in evaluation mode, that computes f(x; E w): the mean weights, 0 where they were pruned, without dead units.
 
-    It has the network's inputs and outputs, and needs nothing of this library. Uncertainty is gone: keep the posterior for that.
+    It answers in the unit of the targets, has the network's inputs and outputs, and needs nothing of this library. Uncertainty is
+    gone: keep the posterior for that.
     """
     network = _mean_network(posterior)
     chain = _chain(network)
@@ -52,8 +53,37 @@ def compress(posterior: Posterior) -> nn.Module:
             _shrink(chain, first, second)
         for first, second in pairwise(layers):
             _shrink(chain, first, second)
+    if chain is not None and len(chain) > 1:
         network = nn.Sequential(*chain)
-    return network.eval()
+    return _in_units(network, posterior).eval()
+
+
+@torch.no_grad()
+def _in_units(network: nn.Module, posterior: Posterior) -> nn.Module:
+    """The network in the unit of the targets, where these were standardised: by its last layer, or by one more."""
+    first = next(iter(posterior.model.initial.values()))
+    zeros = torch.zeros(1, *posterior.model.output_shape, dtype=first.dtype, device=first.device)
+    shift = posterior.likelihood.in_units(zeros)
+    slope = posterior.likelihood.in_units(zeros + 1) - shift
+    if bool((shift == 0).all()) and bool((slope == 1).all()):
+        return network
+    width = shift.shape[-1] if shift.ndim > 1 else 1
+    shift, slope = (part.reshape(-1, width).to(first.dtype) for part in (shift, slope))
+    if not posterior.model.output_shape or bool((shift != shift[:1]).any()) or bool((slope != slope[:1]).any()):
+        raise ValueError(
+            "compress cannot put these outputs back into the unit of the targets, which were standardised: standardise them "
+            "yourself and name the likelihood, likelihood=plausible.likelihoods.Gaussian()"
+        )
+    modules = list(network) if type(network) is nn.Sequential else [network]
+    last = modules[-1]
+    if not isinstance(last, nn.Linear) or last.out_features != width:
+        last = nn.Linear(width, width).to(first)
+        last.weight.copy_(torch.eye(width))
+        last.bias.zero_()
+        modules.append(last)
+    weight, bias = _tensors(last)
+    modules[-1] = _like(last, weight * slope[0][:, None], (0 if bias is None else bias) * slope[0] + shift[0])
+    return nn.Sequential(*modules) if len(modules) > 1 else modules[0]
 
 
 def _mean_network(posterior: Posterior) -> nn.Module:
