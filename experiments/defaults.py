@@ -71,6 +71,7 @@ SLOW = (
     "full-rank",
     "vogn",
     "refined",
+    "subspace",
 )
 LARGE = ("kin8nm", "naval", "power", "protein", "wine", "energy", "nlschools", "digits")
 MAIN = ("auto", "map", "ensemble", "laplace", "mean-field", "ivon", "sgld")
