@@ -64,6 +64,7 @@ def ours(
     members: int | None = None,
     single: pl.Method | None = None,
     prior: pl.priors.Prior | None = None,
+    precision: torch.dtype | None = None,
 ) -> Callable[[], int]:
     """The engine's own stepper in the given mode, of MAP or of the method given."""
     data = as_data((x, y), dtype=torch.float32, device=x.device)
@@ -75,6 +76,7 @@ def ours(
         data.rows(torch.arange(8, device=x.device)),
         num_data=len(x),
         device=x.device,
+        precision=precision,
     )
     single = single or pl.MAP(epochs=10_000, batch_size=BATCH, lr=1e-3)
     method = single if members is None else pl.Ensemble(single, members=members)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from plausible.core.weights import Weights
@@ -75,12 +76,15 @@ def transformed() -> bool:
 def plain_attention() -> Iterator[None]:
     """Inside, PyTorch's transformers run layer by layer: their fused evaluation mode has no gradient, and no rule for `vmap`.
 
-    They look at whether their inputs require gradients, which inside a transform is not to be seen.
+    They look at whether their inputs require gradients, which inside a transform is not to be seen. On a GPU products of attention
+    are written out, since the fused ones want an alignment that stacked members do not have.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    written_out = sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else contextlib.nullcontext()
     try:
-        yield
+        with written_out:
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
