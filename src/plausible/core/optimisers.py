@@ -288,7 +288,12 @@ def as_optimiser(value: Optimiser | str) -> Optimiser:
 
 def _clipped(grads: Named, limit: float) -> Weights:
     """Gradients whose common norm is at most `limit`."""
-    total = torch.stack([grad.square().sum(dtype=torch.float32) for grad in grads.values()]).sum()
+    values = list(grads.values())
+    if not transformed() and values[0].dtype is torch.float32 and all(v.dtype is values[0].dtype for v in values):
+        # a handful of kernels for all of them, where a deep network would take hundreds
+        factor = (limit / torch.stack(torch._foreach_norm(values)).norm()).clamp(max=1.0)
+        return dict(zip(grads, torch._foreach_mul(values, factor)))
+    total = torch.stack([grad.square().sum(dtype=torch.float32) for grad in values]).sum()
     factor = hold((limit * total.rsqrt()).clamp(max=1.0))
     return {name: (grad * factor).to(grad.dtype) for name, grad in grads.items()}
 

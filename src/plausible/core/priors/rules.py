@@ -149,10 +149,10 @@ def _sign(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
 
 
 def _squared_norm(weights: Sequence[Tensor]) -> Tensor:
-    """Σ‖wᵢ‖²: many small tensors in one call, each large one as a dot product, which is twice as fast there."""
-    small = [weight for weight in weights if weight.numel() < 20_000]
+    """Σ‖wᵢ‖²: many small tensors in one call, on a CPU each large one as a dot product, which is twice as fast there."""
+    small = [weight for weight in weights if weight.is_cuda or weight.numel() < 20_000]
     parts = [torch.stack(torch._foreach_norm(small)).square_().sum()] if small else []
-    parts += [torch.dot(flat, flat) for flat in (w.reshape(-1) for w in weights if w.numel() >= 20_000)]
+    parts += [torch.dot(flat, flat) for flat in (w.reshape(-1) for w in weights if not w.is_cuda and w.numel() >= 20_000)]
     return total(parts)
 
 
