@@ -10,15 +10,26 @@ from torch import Tensor
 
 from plausible.core.priors import Prior
 from plausible.core.schedules import Schedule, rate
-from plausible.core.weights import Weights, clone
+from plausible.core.transforms import transformed
+from plausible.core.weights import Weights, clone, flatten, select
 
 HALF_LOG_2PIE = 0.5 * math.log(2 * math.pi * math.e)
+MANY = 8
+"""Weights above which they are joined on a GPU."""
 
 
 def entropy(scales: Mapping[str, Tensor]) -> Tensor:
     """H(q) = Σ log σ + ½ log 2πe of independent Gaussians, in nats: 0-d."""
     count = sum(scale.numel() for scale in scales.values())
+    if joins(scales):
+        return flatten(scales).log().sum() + HALF_LOG_2PIE * count
     return torch.stack([scale.log().sum() for scale in scales.values()]).sum() + HALF_LOG_2PIE * count
+
+
+def joins(weights: Mapping[str, Tensor]) -> bool:
+    """Whether many weights are better treated as one vector: on a GPU, where each of them would take kernels of its own."""
+    first = next(iter(weights.values()))
+    return len(weights) > MANY and not transformed() and all(w.is_cuda and w.dtype is first.dtype for w in weights.values())
 
 
 def expected_log_prior(
@@ -26,6 +37,8 @@ def expected_log_prior(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """E_q log p(w) over the weights with a closed form, in nats, and the names of those that have none."""
     first = next(iter(means.values()))
+    if joins(means) and (known := prior.precisions(means)) and all(known.values()):
+        return _expected_by_precisions(known, means, scales), ()
     total, rest = torch.zeros((), dtype=first.dtype, device=first.device), []
     for name, mean in means.items():
         term = prior.expectation(name, mean, scales[name])
@@ -34,6 +47,16 @@ def expected_log_prior(
         else:
             total = total + term
     return total, tuple(rest)
+
+
+def _expected_by_precisions(known: Mapping[str, float], means: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Tensor:
+    """Σ −½λ(μ² + σ²) + ½ log λ/2π under centred Gaussian priors, a few kernels for each λ."""
+    terms = []
+    for precision in set(known.values()):
+        names = [name for name in means if known[name] == precision]
+        mean, scale = flatten(select(means, names)), flatten(select(scales, names))
+        terms.append(-0.5 * precision * (mean @ mean + scale @ scale) + 0.5 * len(mean) * math.log(precision / (2 * math.pi)))
+    return torch.stack(terms).sum()
 
 
 def blundell(step: Tensor, batches: int) -> Tensor:

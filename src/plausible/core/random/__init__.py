@@ -107,7 +107,12 @@ def _noise_list(
     # Threefry would be 140 small kernels there, and the native generator one
     if device.type != "cpu":
         batch = torch.broadcast_shapes(key.shape[:-1], counter.shape)
-        return [native((*batch, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in like]
+        if len({tensor.dtype for tensor in like}) > 1:
+            return [native((*batch, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in like]
+        # one kernel for all of them
+        flat = native((*batch, sum(tensor.numel() for tensor in like)), dtype=like[0].dtype, device=device)
+        parts = flat.split_with_sizes([tensor.numel() for tensor in like], -1)
+        return [part.view(*batch, *tensor.shape) for part, tensor in zip(parts, like)]
     sizes = [tensor.numel() for tensor in like]
     flat = draw(key, counter, sum(sizes))  # [*K, n]
     numbers = []

@@ -19,14 +19,14 @@ from plausible.blocks.natural_gradients import (
     wide,
 )
 from plausible.blocks.stochastic import Noise
-from plausible.blocks.variational import entropy, expected_log_prior
+from plausible.blocks.variational import entropy, expected_log_prior, joins
 from plausible.core.data import Batch, num_rows, select_rows
 from plausible.core.model import Joint, Model
 from plausible.core.optimisers import AdamW
 from plausible.core.schedules import Cosine, Schedule, as_schedule, rate
 from plausible.core.serialise import check_count, check_number
 from plausible.core.transforms import hold
-from plausible.core.weights import Weights, clone, select
+from plausible.core.weights import Weights, clone, flatten, select, unflatten
 from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
 from plausible.methods.variational.bound import INDEPENDENT, Bound
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
@@ -150,7 +150,12 @@ class NaturalGradient(Method):
     ) -> Draw:
         """Draw w = m + σε and take the gradient of the mean loss there, priors that are not Gaussian included."""
         normal = noise.normals(state.curvature)
-        drawn = {n: (state.weights[n] + sigma[n] * e).to(state.weights[n].dtype) for n, e in normal.items()}
+        means = select(state.weights, tuple(sigma))
+        if joins(sigma) and joins(means):
+            flat = flatten(means) + flatten(sigma) * flatten(normal)
+            drawn = {n: w.to(means[n].dtype) for n, w in unflatten(flat, means).items()}
+        else:
+            drawn = {n: (state.weights[n] + sigma[n] * e).to(state.weights[n].dtype) for n, e in normal.items()}
         joint = in_parts(model, {**state.weights, **drawn}, batch, buffers, self.microbatches)
         gradients = {}
         for name, weight in drawn.items():
@@ -163,17 +168,19 @@ class NaturalGradient(Method):
     def _moved(
         self, model: Model, run: Run[Any], state: NaturalState, draws: list[Draw], estimates: list[Weights], priors: Priors
     ) -> NaturalState:
-        weights, momentum, curvature = dict(state.weights), {}, {}
+        weights = dict(state.weights)
+        momentum: Weights = {}
+        curvature: Weights = {}
         lr = rate(self.lr, state.step, run.steps)
         # once a step, and not inlined into the loop over each weight by the compiler
         correction = hold(bias_correction(self.beta1, state.step + 1))
-        for name, prior in priors.items():
-            weights[name], momentum[name], curvature[name] = descend(
-                state.weights[name],
-                state.momentum[name],
-                state.curvature[name],
-                _mean([draw.gradients[name] for draw in draws]),
-                _mean([each[name] for each in estimates]),
+        gradients = {name: _mean([draw.gradients[name] for draw in draws]) for name in priors}
+        curved = {name: _mean([each[name] for each in estimates]) for name in priors}
+        for names in _together(priors, state):
+            prior = priors[names[0]]
+            parts = (state.weights, state.momentum, state.curvature, gradients, curved)
+            moved = descend(
+                *(_joined(part, names) for part in parts),
                 lr=lr,
                 correction=correction,
                 beta1=self.beta1,
@@ -184,12 +191,16 @@ class NaturalGradient(Method):
                 clip_radius=self.clip_radius,
                 positive=type(self).positive,
             )
+            for new, part in zip((weights, momentum, curvature), moved):
+                new.update({names[0]: part} if len(names) == 1 else unflatten(part, select(state.weights, names)))
         optimiser = state.optimiser
         if model.points:
             grads = {name: _mean([draw.joint.grads[name] for draw in draws]) for name in model.points}
             points, rate_here = select(state.weights, model.points), rate(self.points_lr, state.step, run.steps)
-            moved, optimiser = POINTS.update(points, grads, optimiser, rate_here, draws[0].joint.l2)
-            weights.update(moved)
+            points, optimiser = POINTS.update(points, grads, optimiser, rate_here, draws[0].joint.l2)
+            weights.update(points)
+        # in the order of the state, by which it is written back
+        momentum, curvature = select(momentum, tuple(priors)), select(curvature, tuple(priors))
         return state._replace(weights=weights, momentum=momentum, curvature=curvature, optimiser=optimiser)
 
     def kept(self, model: Model, run: Run[Any], state: NaturalState) -> Weights:
@@ -240,3 +251,19 @@ def in_parts(model: Model, weights: Weights, batch: Batch, buffers: Weights, par
 
 def _mean(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(values).mean(0)
+
+
+def _together(priors: Priors, state: NaturalState) -> list[list[str]]:
+    """Names of weights that one call moves: on a GPU all under the same prior, elsewhere each by itself."""
+    if not (joins(state.curvature) and joins(select(state.weights, tuple(priors)))):
+        return [[name] for name in priors]
+    groups: dict[Any, list[str]] = {}
+    for name, prior in priors.items():
+        # a centre by element is that of its own weight
+        alike = prior is None or isinstance(prior.centre, int | float)
+        groups.setdefault((prior if alike else name), []).append(name)
+    return list(groups.values())
+
+
+def _joined(values: Weights, names: list[str]) -> Tensor:
+    return values[names[0]] if len(names) == 1 else flatten(select(values, names))

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plausible.blocks.stochastic import Noise, gaussians, log_density, survey
-from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, kl_weight
+from plausible.blocks.variational import HALF_LOG_2PIE, entropy, expected_log_prior, inverse_softplus, joins, kl_weight
 from plausible.core.data import Batch, num_rows, take
 from plausible.core.model import Model
 from plausible.core.optimisers import AdamW, Optimiser
 from plausible.core.priors.composed import precision_of
 from plausible.core.schedules import Cosine, Schedule
 from plausible.core.serialise import check_number, register
-from plausible.core.weights import Weights, clone, select
+from plausible.core.weights import Weights, clone, flatten, select, unflatten
 from plausible.engine.method import BatchSize, Fitted, Run, Traits, check_choice
 from plausible.methods.variational.bound import INDEPENDENT, RHO, Bound, Terms, check_sampling, log_prior_of_points
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
@@ -127,13 +127,17 @@ class MeanField(Bound):
         self, model: Model, run: Run[NoiseWays], parameters: Weights, batch: Batch, buffers: Weights, key: Tensor, step: Tensor
     ) -> Terms:
         means = select(parameters, model.random)
-        scales = {name: F.softplus(parameters[RHO + name]) for name in model.random}
+        together = joins(means) and not set(run.prepared.ways.values()) & {"local", "flipout"}
+        scales = softplus_of({name: parameters[RHO + name] for name in model.random}, together)
         fixed = {**select(parameters, model.points), **buffers}
         closed, rest = self._closed(model, means, scales)
 
         def one(noise: Noise) -> tuple[Tensor, Tensor]:
             """From one draw: the scaled log-likelihood, and the part of the KL that has no closed form."""
-            weights = gaussians(means, scales, noise, run.prepared.ways or self.estimator)
+            if together:
+                weights = drawn_together(means, scales, noise)
+            else:
+                weights = gaussians(means, scales, noise, run.prepared.ways or self.estimator)
             value = model.scaled_log_likelihood({**fixed, **weights}, batch, train=True)
             drawn = noise.drawn
             if self.landing:
@@ -235,6 +239,21 @@ def fitted_names(model: Model) -> tuple[str, ...]:
         for name in model.random
         if not name.startswith("likelihood.") and (precision_of(model.prior, name, model.initial[name]) or 0) > 0
     )
+
+
+def softplus_of(rhos: Weights, together: bool) -> Weights:
+    """σ = log(1 + e^ρ) by name."""
+    if together:
+        return unflatten(F.softplus(flatten(rhos)), rhos)
+    return {name: F.softplus(rho) for name, rho in rhos.items()}
+
+
+def drawn_together(means: Weights, scales: Weights, noise: Noise) -> Weights:
+    """`gaussians` that are all sampled, by a few kernels."""
+    numbers = noise.normals(means)
+    drawn = unflatten(torch.addcmul(flatten(means), flatten(scales), flatten(numbers)), means)
+    noise.drawn.update(drawn)
+    return drawn
 
 
 def _first(weights: Weights) -> Tensor:
