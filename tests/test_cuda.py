@@ -214,8 +214,8 @@ def test_members_of_a_transformer_are_stacked() -> None:
     block = nn.TransformerEncoderLayer(48, 3, 96, 0.0, batch_first=True)
     net = nn.Sequential(nn.Linear(5, 48), block, nn.Flatten(), nn.Linear(48 * 17, 2))
     x, y = torch.randn(64, 17, 5), torch.randint(2, (64,))
-    method = pl.Ensemble(pl.MAP(epochs=3, batch_size=32), members=3)
-    stacked = pl.fit(net, (x, y), method, device="cuda", compile=False, progress=False)
-    assert stacked.run["mode"] == "captured"
-    alone = pl.fit(net, (x, y), method, device="cpu", compile=False, progress=False)
+    few, many = (pl.Ensemble(pl.MAP(epochs=epochs, batch_size=32), members=3) for epochs in (3, 200))
+    settings = {"compile": False, "progress": False}
+    stacked, alone = (pl.fit(net, (x, y), few, device=device, **settings) for device in ("cuda", "cpu"))
     torch.testing.assert_close(stacked.functions(x).cpu(), alone.functions(x), atol=2e-3, rtol=1e-2)
+    assert pl.fit(net, (x, y), many, device="cuda", **settings).run["mode"] == "captured"
