@@ -23,6 +23,7 @@ LONG = (
     "neal",
     "neal-hmc",
     "permuted-mnist",
+    "sparse",
     "two-moons-modes",
     "uci-hmc",
 )  # takes seconds even so
