@@ -33,6 +33,8 @@ NAMES = {
     "uci-hmc": "uci_hmc",
     "defaults": "defaults",
     "sparse": "sparse",
+    "concrete-dropout": "concrete",
+    "uci-dropout": "uci_dropout",
 }
 """Name of each reproduction → the file it is in."""
 

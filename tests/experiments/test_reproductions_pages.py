@@ -17,6 +17,7 @@ from experiments.running import Folder, changed, run, wanted
 Tiny = Callable[[str], Path]
 DOCS = Path(__file__).parents[2] / "docs/reproductions"
 LONG = (
+    "concrete-dropout",
     "defaults",
     "fidelity",
     "laplace-lora",
