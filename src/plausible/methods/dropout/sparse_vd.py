@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.blocks import stochastic
 from plausible.blocks.stochastic import Noise, gaussians
 from plausible.blocks.unit_noise import Site, survey, with_noisy_inputs
 from plausible.blocks.variational import entropy, expected_log_prior
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 UNIT, UNIT_VARIANCE = "scale of units of ", "log variance of units of "
 LOG_VARIANCE = -10.0
 """At which noise starts (Molchanov et al. 2017)."""
+
+
+class Grouped(NamedTuple):
+    """Whose units have a scale, and how the noise before it is drawn, by the name of the weight."""
+
+    sites: dict[str, Site]
+    ways: dict[str, str]
 
 
 @register
@@ -74,18 +82,20 @@ class SparseVD(WeightDropout):
             return super().prepare(model, run)
         example = next(iter(run.data.chunks(2)))
         weights = {name: value for name, value in select(model.initial, model.random).items() if value.ndim > 1}
-        sites = survey(lambda noisy: model.outputs({**model.initial, **model.buffers, **noisy}, example.x), weights)
+        fixed = {**model.initial, **model.buffers}
+        sites = survey(lambda noisy: model.outputs({**fixed, **noisy}, example.x), weights)
         if not sites:
             raise ValueError(
                 "SparseVD: groups=True needs linear, convolutional, recurrent or attention layers, whose units can go"
             )
-        return sites
+        noisy = select(weights, tuple(sites))
+        return Grouped(sites, stochastic.survey(lambda drawn: model.outputs({**fixed, **drawn}, example.x), noisy, "local"))
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
         if not self.groups:
             return super().parameters(model, run, key)
         weights, extra = clone(model.initial), {}
-        for name, site in run.prepared.items():
+        for name, site in run.prepared.sites.items():
             extra[VARIANCE + name] = torch.full_like(weights[name], LOG_VARIANCE)
             extra[UNIT_VARIANCE + name] = weights[name].new_full((site.units,), LOG_VARIANCE)
             extra[UNIT + name] = weights[name].new_ones(site.units)
@@ -96,13 +106,14 @@ class SparseVD(WeightDropout):
     ) -> Terms:
         if not self.groups:
             return super().estimate(model, run, parameters, batch, buffers, key, step)
-        sites, weights, noise = run.prepared, {name: parameters[name] for name in model.initial}, Noise(key, step)
+        (sites, ways), weights = run.prepared, {name: parameters[name] for name in model.initial}
+        noise = Noise(key, step)
         means, spreads = select(weights, tuple(sites)), _spreads(parameters, sites)
         logs = self._log_alphas(parameters, sites)
         # p with α = p/(1 − p)
         rates = {name: log_alpha.sigmoid() for name, log_alpha in logs.items()}
         drawn = with_noisy_inputs(
-            gaussians(_scaled(means, parameters, sites), _scaled(spreads, parameters, sites), noise, "local"),
+            gaussians(_scaled(means, parameters, sites), _scaled(spreads, parameters, sites), noise, ways),
             sites,
             rates,
             noise,
@@ -125,7 +136,7 @@ class SparseVD(WeightDropout):
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> LawPosterior:
         if not self.groups:
             return super().posterior(model, run, fitted).prune(threshold=self.threshold, by="log_alpha")
-        state, sites = fitted.state.weights, run.prepared
+        state, sites = fitted.state.weights, run.prepared.sites
         logs = {name: log_alpha.detach() for name, log_alpha in self._log_alphas(state, sites).items()}
         means = clone(_scaled(state, state, sites))
         spreads = clone(_scaled(_spreads(state, sites), state, sites))
