@@ -60,6 +60,11 @@ def compress(posterior: Posterior) -> nn.Module:
 
 
 def _mean_network(posterior: Posterior) -> nn.Module:
+    if posterior.parts:
+        raise ValueError(
+            f"compress makes one module of one network, and this posterior has {len(posterior.parts)} members: compress each of "
+            "posterior.parts"
+        )
     networks = posterior.networks()
     if len(networks) != 1:
         raise ValueError(

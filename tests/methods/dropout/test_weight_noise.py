@@ -275,7 +275,7 @@ MIXED = {
     "along the signal": (
         lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Linear(4, 1), nn.Flatten(), nn.Linear(4, 2)), (2, 6)
     ),
-    "pooled units": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Sigmoid(), nn.MaxPool1d(3, 1, 1), nn.Linear(8, 2)), (3,)),
+    "pooled units": (lambda: nn.Sequential(nn.Linear(3, 16), nn.Sigmoid(), nn.MaxPool1d(3, 1, 1), nn.Linear(16, 2)), (3,)),
     "sums": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.Sigmoid(), nn.AvgPool2d(2, divisor_override=1), nn.Flatten(), nn.Linear(16, 2)

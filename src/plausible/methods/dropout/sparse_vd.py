@@ -12,7 +12,7 @@ from torch import Tensor
 from plausible.blocks import stochastic
 from plausible.blocks.stochastic import Noise, gaussians
 from plausible.blocks.unit_noise import Site, survey, with_noisy_inputs
-from plausible.blocks.variational import entropy, expected_log_prior
+from plausible.blocks.variational import entropy
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.priors import Gaussian
@@ -20,7 +20,7 @@ from plausible.core.schedules import Cosine, Ramp, Schedule
 from plausible.core.serialise import check_number, check_switch, register
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import Fitted, Patience, Run, Traits
-from plausible.methods.dropout.weight_noise import TINY, VARIANCE, WeightDropout, divergence
+from plausible.methods.dropout.weight_noise import TINY, VARIANCE, WeightDropout, divergence, scale_free
 from plausible.methods.variational.bound import Terms
 from plausible.posteriors.laws import LawPosterior
 from plausible.posteriors.unit_noise import UnitNoise
@@ -48,10 +48,10 @@ class SparseVD(WeightDropout):
     Sparse variational dropout (Molchanov et al. 2017): a noise for each weight, and those that are noise alone are pruned.
 
     Means and variances are parameters of their own (additive noise), the latter starting at log σ² = −10; β rises from 0 to 1 early
-    in training. With `groups` each input unit or channel has a scale besides, with the log-uniform prior, and N(0, 1) before it;
-    whole units go (Bayesian compression: Louizos, Ullrich & Welling 2017). The posterior is pruned above `threshold`; its
-    `compress()` is a plain, smaller module. Training does not stop early, since weights go late. Cost: two forward and backward
-    passes a step.
+    in training. With `groups` each input unit or channel has a scale besides, with the log-uniform prior, and N(0, 1) or the prior
+    given to `fit` before it; whole units go (Bayesian compression: Louizos, Ullrich & Welling 2017). The posterior is pruned above
+    `threshold`; its `compress()` is a plain, smaller module. Training does not stop early, since weights go late. Cost: two forward
+    and backward passes a step.
     """
 
     kl_weights: float | Schedule = field(default_factory=Ramp)
@@ -120,7 +120,7 @@ class SparseVD(WeightDropout):
             "gaussian",
         )
         total = model.scaled_log_likelihood({**weights, **buffers, **drawn}, batch, train=True)
-        expected, _ = expected_log_prior(Gaussian(), means, spreads)
+        expected = self.expected(Gaussian() if scale_free(model, tuple(sites)) else model.prior, means, spreads)
         units = torch.stack([divergence(log_alpha, self.kl).sum() for log_alpha in logs.values()]).sum()
         return self._terms(model, run, weights, buffers, total, units - entropy(spreads) - expected, batch, step, sites)
 
