@@ -35,6 +35,7 @@ NAMES = {
     "sparse": "sparse",
     "concrete-dropout": "concrete",
     "uci-dropout": "uci_dropout",
+    "dropouts": "dropouts",
 }
 """Name of each reproduction → the file it is in."""
 

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import plausible as pl
-from experiments import load, sparse, uci_dropout
+from experiments import dropouts, load, sparse, uci_dropout
 from experiments.frame import Request
 from experiments.running import Folder, run, wanted
+from plausible.blocks.stochastic import Noise
+from plausible.blocks.unit_noise import Site, with_noisy_inputs
+from plausible.core import random
 
 
 def reduced(name: str, out: Path, data: bool = True) -> None:
@@ -75,6 +78,14 @@ def test_scores_are_those_of_the_protocol() -> None:
     for t, tau in enumerate(uci_dropout.PRECISIONS["boston"]):
         point = 0.5 * (math.log(tau) - math.log(2 * math.pi) - tau * torch.tensor(found["rmse"][0]).square())
         torch.testing.assert_close(scores[0, t], point, rtol=0, atol=0.05)
+
+
+def test_the_mask_of_the_figure_is_that_of_training() -> None:
+    rate = torch.tensor(0.3)
+    weights = with_noisy_inputs({"w": torch.ones(1, 1)}, {"w": Site(1, 1)}, {"w": rate}, Noise(random.key(0), 0), "concrete")
+    drawn = nn.functional.linear(torch.ones(20_000, 1), weights["w"])[:, 0] * (1 - rate)
+    u = (torch.arange(20_000) + 0.5) / 20_000
+    torch.testing.assert_close(drawn.sort().values, dropouts.mask(u, 0.3, 0.1).sort().values, rtol=0, atol=0.08)
 
 
 def test_late_rates_are_constant_and_then_fall_to_zero() -> None:

@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs/reproductions"
 LONG = (
     "concrete-dropout",
     "defaults",
+    "dropouts",
     "fidelity",
     "laplace-lora",
     "neal",
