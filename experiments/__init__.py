@@ -32,6 +32,10 @@ NAMES = {
     "two-moons-modes": "mode_hopping",
     "uci-hmc": "uci_hmc",
     "defaults": "defaults",
+    "sparse": "sparse",
+    "concrete-dropout": "concrete",
+    "uci-dropout": "uci_dropout",
+    "dropouts": "dropouts",
 }
 """Name of each reproduction → the file it is in."""
 

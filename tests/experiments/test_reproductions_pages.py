@@ -17,12 +17,15 @@ from experiments.running import Folder, changed, run, wanted
 Tiny = Callable[[str], Path]
 DOCS = Path(__file__).parents[2] / "docs/reproductions"
 LONG = (
+    "concrete-dropout",
     "defaults",
+    "dropouts",
     "fidelity",
     "laplace-lora",
     "neal",
     "neal-hmc",
     "permuted-mnist",
+    "sparse",
     "two-moons-modes",
     "uci-hmc",
 )  # takes seconds even so

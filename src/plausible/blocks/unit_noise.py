@@ -149,7 +149,9 @@ class _Inputs(Interceptor):
         shape[channels] = x.shape[channels]
         if x.ndim > AXES[function] + 1:
             shape[0] = x.shape[0]
-        z = _in_training(weight._kind, weight._rate, weight._noise, f"{weight._name}: in", x.new_empty(shape))
+        # a rate for each unit lies along the channels
+        rate = weight._rate.view(-1, *[1] * AXES[function]) if weight._rate.ndim else weight._rate
+        z = _in_training(weight._kind, rate, weight._noise, f"{weight._name}: in", x.new_empty(shape))
         given = (x * z, weight._value, self.value(bias), *rest)
         if isinstance(weight._value, GaussianWeight):  # said outright: a compiler does not look for it inside of this call
             return GaussianWeight.interceptor.intercept(function, given, options, known=True)

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
-    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity, nn.Dropout, nn.AlphaDropout,
+    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid,
 )  # fmt: skip
-_POOLS = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
-    nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
-)  # fmt: skip
+_SILENT = (nn.Identity, nn.Dropout, nn.AlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Those that do nothing in evaluation mode."""
+_POOLS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    nn.Conv1d: (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+    nn.Conv2d: (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    nn.Conv3d: (nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
+}
+"""By the convolution after which they treat each channel by itself."""
 FORMAT = b"plausible sparse 1\n"
 MOST = 255
 """The largest gap between two weights in a packed file; a longer one is several."""
@@ -87,6 +90,11 @@ def _in_units(network: nn.Module, posterior: Posterior) -> nn.Module:
 
 
 def _mean_network(posterior: Posterior) -> nn.Module:
+    if posterior.parts:
+        raise ValueError(
+            f"compress makes one module of one network, and this posterior has {len(posterior.parts)} members: compress each of "
+            "posterior.parts"
+        )
     networks = posterior.networks()
     if len(networks) != 1:
         raise ValueError(
@@ -126,14 +134,12 @@ def _chain(network: nn.Module) -> list[nn.Module] | None:
 def _shrink(chain: list[nn.Module], first: int, second: int) -> None:
     """Take the dead units out between two layers, where what lies between treats each unit by itself."""
     layer, following, between = chain[first], chain[second], chain[first + 1 : second]
-    if not all(isinstance(module, (*_ELEMENTWISE, *_POOLS, nn.Flatten)) for module in between):
-        return
-    if any(getattr(module, "groups", 1) != 1 for module in (layer, following)):
+    if not _apart(layer, following, between) or any(getattr(module, "groups", 1) != 1 for module in (layer, following)):
         return
     (weight, bias), (after, theirs) = _tensors(layer), _tensors(following)
     units = len(weight)
     places = after.shape[1] // units  # of each unit, where maps were flattened
-    if after.shape[1] != units * places or (places > 1 and not any(isinstance(m, nn.Flatten) for m in between)):
+    if after.shape[1] != units * places or (places > 1 and isinstance(layer, nn.Linear)):
         return
     columns = after.reshape(len(after), units, -1)
     unused = (columns == 0).all(2).all(0)
@@ -142,8 +148,8 @@ def _shrink(chain: list[nn.Module], first: int, second: int) -> None:
     for module in between:
         if isinstance(module, _ELEMENTWISE):
             values = module.eval()(values)
-    if (isinstance(following, _CONVOLUTIONS) and _padded(following)) or any(_padded(m) for m in between):
-        # at the border a constant map is none
+    if (isinstance(following, _CONVOLUTIONS) and _padded(following)) or any(_reshades(m) for m in between):
+        # at the border a constant map is none, and a sum is not the mean
         constant &= values == 0
     dead = unused | constant
     if bool(dead.all()):
@@ -156,6 +162,30 @@ def _shrink(chain: list[nn.Module], first: int, second: int) -> None:
     left = after.reshape(len(after), units, places, *after.shape[2:])[:, alive].reshape(len(after), -1, *after.shape[2:])
     chain[first] = _like(layer, weight[alive], None if bias is None else bias[alive])
     chain[second] = _like(following, left, own + shift if theirs is not None or bool(shift.any()) else None)
+
+
+def _apart(layer: nn.Module, following: nn.Module, between: list[nn.Module]) -> bool:
+    """Whether the units of a layer are treated each by itself on the way, and are what the next layer has its inputs by.
+
+    Those of a linear layer lie on the last axis, where a pool would mix them; those of a convolution on axis 1, which a linear
+    layer sees only when all that follows is flattened, channel by channel.
+    """
+    acts = [module for module in between if not isinstance(module, (*_ELEMENTWISE, *_SILENT))]
+    flat = [isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1) for module in acts]
+    if isinstance(layer, nn.Linear):
+        return isinstance(following, nn.Linear) and all(flat)
+    if isinstance(following, nn.Linear):
+        if not flat or not flat[-1]:
+            return False
+        acts = acts[:-1]
+    elif type(following) is not type(layer):
+        return False
+    return all(isinstance(module, _POOLS[type(layer)]) for module in acts)
+
+
+def _reshades(module: nn.Module) -> bool:
+    """Whether a pool makes something else than the same constant of a constant map."""
+    return _padded(module) or getattr(module, "divisor_override", None) is not None
 
 
 def _tensors(layer: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -89,7 +89,7 @@ def placed(posterior: Posterior, model: Model, device: torch.device) -> Posterio
         tree.to(dict(content.tensors), device),
         content.settings,
         None if content.draws is None else storage.moved(content.draws, device),
-        [placed(part, model, device) for part in content.parts],
+        [placed(part, model.restricted(part.model.random).with_settings(part.model.prior), device) for part in content.parts],
     )
     result = posterior.rebuilt(posterior.method, model, posterior.record, moved)
     result.log_evidence, result._masks = posterior.log_evidence, tree.to(posterior._masks, device)
@@ -189,7 +189,7 @@ def _write_content(posterior: Posterior, folder: Path) -> dict[str, Any]:
     for k, part in enumerate(content.parts):
         inner = folder / f"part-{k:03d}"
         inner.mkdir()
-        parts.append(_write_content(part, inner))
+        parts.append({**_write_content(part, inner), **_own(part.model, posterior.model)})
     return {
         "kind": posterior.kind,
         "log_evidence": posterior.log_evidence,
@@ -214,7 +214,10 @@ def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: M
         tensors,
         stored["settings"],
         None if stored["draws"] is None else _read_draws(folder, stored["draws"], model),
-        [_read_content(folder / f"part-{k:03d}", part, inner, model) for k, part in enumerate(stored["parts"])],
+        [
+            _read_content(folder / f"part-{k:03d}", part, inner, _with_own(model, part))
+            for k, part in enumerate(stored["parts"])
+        ],
     )
     run = stored["run"]  # JSON has no infinity
     record = {**run, "history": {name: [float(v) for v in values] for name, values in run.get("history", {}).items()}}
@@ -229,6 +232,20 @@ def _read_content(folder: Path, stored: Mapping[str, Any], method: Any, model: M
     posterior._masks = tree.to(masks, device)
     posterior.log_evidence = None if stored["log_evidence"] is None else float(stored["log_evidence"])
     return posterior
+
+
+def _own(model: Model, whole: Model) -> dict[str, Any]:
+    """In what the model of a part differs from that of the mixture: which weights are random, and their prior."""
+    own: dict[str, Any] = {} if model.random == whole.random else {"random": list(model.random)}
+    return own if model.prior == whole.prior else {**own, "prior": serialise.encode(model.prior, strict=False)}
+
+
+def _with_own(model: Model, part: Mapping[str, Any]) -> Model:
+    """The model of a part; a prior of the user's own code is the one that was passed for the mixture."""
+    random, prior = part.get("random"), part.get("prior")
+    known = prior is not None and not _has_opaque(prior)
+    narrowed = model if random is None else model.restricted(random)
+    return narrowed.with_settings(serialise.decode(prior)) if known else narrowed
 
 
 def load(

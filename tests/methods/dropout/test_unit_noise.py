@@ -89,6 +89,24 @@ def test_in_training_each_example_has_noise_of_its_own(kind):
     assert len(out.unique()) > 20
 
 
+@pytest.mark.parametrize(
+    "op", [F.linear, F.conv1d, F.conv2d, F.conv_transpose2d], ids=["sequence", "conv1d", "conv2d", "transposed"]
+)
+def test_a_rate_for_each_unit_holds_for_its_channel(op):
+    places = {F.linear: 0, F.conv1d: 1}.get(op, 2)
+    x = torch.ones(4000, 5, 3) if op is F.linear else torch.ones(4000, 3, *[2] * places)
+    shape = (3, 1) if op is F.conv_transpose2d else (1, 3)
+    rates, seen = torch.tensor([1e-6, 0.2, 0.5]), []
+    for unit in range(3):
+        weight = torch.zeros(3).index_fill_(0, torch.tensor(unit), 1.0).view(*shape, *[1] * places)
+        site = Site(shape.index(3), 3)
+        noisy = with_noisy_inputs({"w": weight}, {"w": site}, {"w": rates}, Noise(random.key(0), 0), "gaussian")
+        out = op(x, noisy["w"])
+        assert torch.allclose(out, out[:, :1, ...] if op is F.linear else out[..., :1])  # one number for all places
+        seen.append(out.flatten(1)[:, 0].var())
+    torch.testing.assert_close(torch.stack(seen), rates / (1 - rates), rtol=0.1, atol=1e-5)
+
+
 def test_gaussian_weights_may_have_noisy_inputs():
     mean, scale, x = torch.randn(1, 5), torch.rand(1, 5), torch.randn(1, 5).expand(60_000, 5)
     noise = Noise(random.key(1), 0)

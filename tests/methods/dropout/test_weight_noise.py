@@ -142,6 +142,34 @@ def test_groups_take_whole_units():
     assert module[2].weight.numel() < 700
 
 
+def test_groups_find_the_channels_of_images_that_matter():
+    torch.manual_seed(0)
+    x = torch.randn(400, 4, 4, 4)  # two of four channels
+    y = (x[:, 0].sum((1, 2)) - x[:, 1].sum((1, 2)))[:, None] + 0.05 * torch.randn(400, 1)
+    net = nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1))
+    method = pl.SparseVD(epochs=200, batch_size=None, lr=0.05, groups=True)
+    posterior = pl.fit(net, (x, y), method, progress=False, compile=False)
+    rates = posterior.law.rates["0.weight"]
+    assert rates.shape == (4,)
+    assert float(rates[:2].max()) < 1e-3 < float(rates[2:].min())
+
+
+def test_groups_of_a_weight_that_two_layers_share():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(self.second(self.first(x).relu()).relu())
+
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randn(60, 1)
+    posterior = pl.fit(Tied(), (x, y), pl.SparseVD(epochs=2, groups=True), progress=False)
+    assert posterior.functions(x, 3).isfinite().all()
+
+
 @pytest.mark.parametrize("groups", [False, True])
 def test_sparse_posteriors_are_saved_whole(groups, tmp_path):
     torch.manual_seed(0)
@@ -238,6 +266,41 @@ def test_a_compressed_module_predicts_the_same_with_fewer_units(name):
     assert sum(p.numel() for p in module.parameters()) < 0.8 * before
     assert all(type(part).__module__.startswith("torch.nn") for part in module.modules())
     assert not module.training
+
+
+MIXED = {
+    "places before channels": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 2)), (4, 3)
+    ),
+    "maps as rows": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(2), nn.Linear(16, 2), nn.Flatten(), nn.Linear(8, 2)),
+        (1, 6, 6),
+    ),
+    "along the signal": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Linear(4, 1), nn.Flatten(), nn.Linear(4, 2)), (2, 6)
+    ),
+    "pooled units": (lambda: nn.Sequential(nn.Linear(3, 16), nn.Sigmoid(), nn.MaxPool1d(3, 1, 1), nn.Linear(16, 2)), (3,)),
+    "sums": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.Sigmoid(), nn.AvgPool2d(2, divisor_override=1), nn.Flatten(), nn.Linear(16, 2)
+        ),
+        (1, 6, 6),
+    ),
+    "units as places": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Conv1d(4, 2, 1), nn.Flatten(), nn.Linear(8, 2)), (4, 3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_units_that_are_mixed_on_the_way_are_left_alone(name):
+    torch.manual_seed(0)
+    make, shape = MIXED[name]
+    x, y = torch.randn(30, *shape), torch.randn(30, 2)
+    posterior = pruned(make(), x, y, fraction=1.0)
+    assert not all(bool(mask.all()) for mask in posterior.masks.values())
+    whole = posterior.model.outputs({**posterior.points, **posterior.means}, x)
+    torch.testing.assert_close(posterior.compress()(x), whole, atol=1e-5, rtol=1e-4)
 
 
 def test_a_network_that_is_no_chain_keeps_its_shape():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.blocks import stochastic
 from plausible.blocks.stochastic import Noise, gaussians
 from plausible.blocks.unit_noise import Site, survey, with_noisy_inputs
-from plausible.blocks.variational import entropy, expected_log_prior
+from plausible.blocks.variational import entropy
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.priors import Gaussian
@@ -19,7 +20,7 @@ from plausible.core.schedules import Cosine, Ramp, Schedule
 from plausible.core.serialise import check_number, check_switch, register
 from plausible.core.weights import Weights, clone, select
 from plausible.engine.method import Fitted, Patience, Run, Traits
-from plausible.methods.dropout.weight_noise import TINY, VARIANCE, WeightDropout, divergence
+from plausible.methods.dropout.weight_noise import TINY, VARIANCE, WeightDropout, divergence, scale_free
 from plausible.methods.variational.bound import Terms
 from plausible.posteriors.laws import LawPosterior
 from plausible.posteriors.unit_noise import UnitNoise
@@ -32,6 +33,13 @@ LOG_VARIANCE = -10.0
 """At which noise starts (Molchanov et al. 2017)."""
 
 
+class Grouped(NamedTuple):
+    """Whose units have a scale, and how the noise before it is drawn, by the name of the weight."""
+
+    sites: dict[str, Site]
+    ways: dict[str, str]
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class SparseVD(WeightDropout):
@@ -40,10 +48,10 @@ class SparseVD(WeightDropout):
     Sparse variational dropout (Molchanov et al. 2017): a noise for each weight, and those that are noise alone are pruned.
 
     Means and variances are parameters of their own (additive noise), the latter starting at log σ² = −10; β rises from 0 to 1 early
-    in training. With `groups` each input unit or channel has a scale besides, with the log-uniform prior, and N(0, 1) before it;
-    whole units go (Bayesian compression: Louizos, Ullrich & Welling 2017). The posterior is pruned above `threshold`; its
-    `compress()` is a plain, smaller module. Training does not stop early, since weights go late. Cost: two forward and backward
-    passes a step.
+    in training. With `groups` each input unit or channel has a scale besides, with the log-uniform prior, and N(0, 1) or the prior
+    given to `fit` before it; whole units go (Bayesian compression: Louizos, Ullrich & Welling 2017). The posterior is pruned above
+    `threshold`; its `compress()` is a plain, smaller module. Training does not stop early, since weights go late. Cost: two forward
+    and backward passes a step.
     """
 
     kl_weights: float | Schedule = field(default_factory=Ramp)
@@ -74,18 +82,20 @@ class SparseVD(WeightDropout):
             return super().prepare(model, run)
         example = next(iter(run.data.chunks(2)))
         weights = {name: value for name, value in select(model.initial, model.random).items() if value.ndim > 1}
-        sites = survey(lambda noisy: model.outputs({**model.initial, **model.buffers, **noisy}, example.x), weights)
+        fixed = {**model.initial, **model.buffers}
+        sites = survey(lambda noisy: model.outputs({**fixed, **noisy}, example.x), weights)
         if not sites:
             raise ValueError(
                 "SparseVD: groups=True needs linear, convolutional, recurrent or attention layers, whose units can go"
             )
-        return sites
+        noisy = select(weights, tuple(sites))
+        return Grouped(sites, stochastic.survey(lambda drawn: model.outputs({**fixed, **drawn}, example.x), noisy, "local"))
 
     def parameters(self, model: Model, run: Run[Any], key: Tensor) -> Weights:
         if not self.groups:
             return super().parameters(model, run, key)
         weights, extra = clone(model.initial), {}
-        for name, site in run.prepared.items():
+        for name, site in run.prepared.sites.items():
             extra[VARIANCE + name] = torch.full_like(weights[name], LOG_VARIANCE)
             extra[UNIT_VARIANCE + name] = weights[name].new_full((site.units,), LOG_VARIANCE)
             extra[UNIT + name] = weights[name].new_ones(site.units)
@@ -96,20 +106,21 @@ class SparseVD(WeightDropout):
     ) -> Terms:
         if not self.groups:
             return super().estimate(model, run, parameters, batch, buffers, key, step)
-        sites, weights, noise = run.prepared, {name: parameters[name] for name in model.initial}, Noise(key, step)
+        (sites, ways), weights = run.prepared, {name: parameters[name] for name in model.initial}
+        noise = Noise(key, step)
         means, spreads = select(weights, tuple(sites)), _spreads(parameters, sites)
         logs = self._log_alphas(parameters, sites)
         # p with α = p/(1 − p)
         rates = {name: log_alpha.sigmoid() for name, log_alpha in logs.items()}
         drawn = with_noisy_inputs(
-            gaussians(_scaled(means, parameters, sites), _scaled(spreads, parameters, sites), noise, "local"),
+            gaussians(_scaled(means, parameters, sites), _scaled(spreads, parameters, sites), noise, ways),
             sites,
             rates,
             noise,
             "gaussian",
         )
         total = model.scaled_log_likelihood({**weights, **buffers, **drawn}, batch, train=True)
-        expected, _ = expected_log_prior(Gaussian(), means, spreads)
+        expected = self.expected(Gaussian() if scale_free(model, tuple(sites)) else model.prior, means, spreads)
         units = torch.stack([divergence(log_alpha, self.kl).sum() for log_alpha in logs.values()]).sum()
         return self._terms(model, run, weights, buffers, total, units - entropy(spreads) - expected, batch, step, sites)
 
@@ -125,7 +136,7 @@ class SparseVD(WeightDropout):
     def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> LawPosterior:
         if not self.groups:
             return super().posterior(model, run, fitted).prune(threshold=self.threshold, by="log_alpha")
-        state, sites = fitted.state.weights, run.prepared
+        state, sites = fitted.state.weights, run.prepared.sites
         logs = {name: log_alpha.detach() for name, log_alpha in self._log_alphas(state, sites).items()}
         means = clone(_scaled(state, state, sites))
         spreads = clone(_scaled(_spreads(state, sites), state, sites))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from plausible.blocks.stochastic import Noise, gaussians, survey
 from plausible.blocks.variational import entropy, expected_log_prior, kl_weight
 from plausible.core.data import Batch
 from plausible.core.model import Model
-from plausible.core.priors import Default, LogUniform, Patterns
+from plausible.core.priors import Default, LogUniform, Patterns, Prior
 from plausible.core.schedules import Schedule, as_schedule
 from plausible.core.serialise import check_number
 from plausible.core.special import scale_free_kl
@@ -23,9 +23,6 @@ from plausible.engine.method import Fitted, Run, Traits, check_choice
 from plausible.methods.dropout.base import Patient
 from plausible.methods.variational.bound import Terms
 from plausible.posteriors.laws import DiagonalGaussian, LawPosterior
-
-if TYPE_CHECKING:
-    pass
 
 VARIANCE = "log σ² of "
 """What the names of the noise's parameters begin with."""
@@ -143,18 +140,22 @@ class WeightDropout(Patient):
 
     def _divergence(self, model: Model, parameters: Weights, means: Weights, scales: Weights) -> Tensor:
         if not scale_free(model, tuple(means)):
-            closed, rest = expected_log_prior(model.prior, means, scales)
-            if rest:
-                raise ValueError(
-                    f"{type(self).__name__}: the prior of {rest[0]!r} has no closed expectation under a Gaussian; give a Gaussian, "
-                    "Laplace or log-uniform prior, or none"
-                )
-            return -entropy(scales) - closed / model.temperature
+            return -entropy(scales) - self.expected(model.prior, means, scales) / model.temperature
         terms = []
         for name, mean in means.items():
             each = divergence(self.log_alpha(parameters, name), self.kl)
             terms.append(each.sum() * (mean.numel() / each.numel()))
         return torch.stack(terms).sum() / model.temperature
+
+    def expected(self, prior: Prior, means: Weights, scales: Weights) -> Tensor:
+        """E log p(w), w ~ N(θ, σ²), where it has a closed form."""
+        closed, rest = expected_log_prior(prior, means, scales)
+        if rest:
+            raise ValueError(
+                f"{type(self).__name__}: the prior of {rest[0]!r} has no closed expectation under a Gaussian; give a Gaussian, "
+                "Laplace or log-uniform prior, or none"
+            )
+        return closed
 
     def posterior(self, model: Model, run: Run[Ways], fitted: Fitted) -> LawPosterior:
         ways, state = run.prepared.ways, fitted.state.weights
