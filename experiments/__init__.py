@@ -32,6 +32,7 @@ NAMES = {
     "two-moons-modes": "mode_hopping",
     "uci-hmc": "uci_hmc",
     "defaults": "defaults",
+    "zoo": "zoo",
 }
 """Name of each reproduction → the file it is in."""
 

@@ -65,8 +65,8 @@ class MaskedPosterior(Posterior):
     def networks(self) -> list[tuple[Weights, Weights | None]]:
         return [(self.kept(tree.select(self.point, self.model.random)), None)]
 
-    def try_inputs(self, inputs: Any) -> None:
-        try_network(self, inputs)
+    def try_inputs(self, inputs: Any) -> tuple[int, ...]:
+        return try_network(self, inputs)
 
     def status(self, name: str) -> str:
         return "trained under dropout" if name in self.model.random else super().status(name)
