@@ -250,7 +250,8 @@ def _summary(posterior: Posterior) -> str:
     if not posterior.method.traits.has_weights:
         return ""
     weights = posterior.weights(None if isinstance(posterior, DrawsPosterior) else 16)
-    point = "point" in (posterior.method.traits.bias or "") or len(next(iter(weights.values()))) == 1
+    weights = {name: value for name, value in weights.items() if value.any()}  # zeros under multiplied noise stay zeros
+    point = "point" in (posterior.method.traits.bias or "") or any(len(value) == 1 for value in weights.values())
     for name, value in weights.items():
         moves = bool((value != value[:1]).any())
         if status[name].startswith("inferred") and "equal" not in status[name] and not moves and not point:

@@ -107,12 +107,12 @@ def _hugging_face(name: str, task: str = "SequenceClassification", **settings: A
     def make() -> Subject:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(**{"pad_token_id": 0, **settings})
+        per_word = task in ("TokenClassification", "CausalLM", "MaskedLM")
+        words = 10 if task in ("CausalLM", "MaskedLM") else 40
+        config = getattr(transformers, f"{name}Config")(**{"pad_token_id": 0, **settings, "vocab_size": words})
         kind = "GPT2LMHeadModel" if (name, task) == ("GPT2", "CausalLM") else f"{name}For{task}"
         network = getattr(transformers, kind)(config)
-        per_word = task in ("TokenClassification", "CausalLM", "MaskedLM")
-        count = 40 if task in ("CausalLM", "MaskedLM") else 3
-        made = (per_token if per_word else tokens)(network, 40, 6, count, output=_logits)
+        made = (per_token if per_word else tokens)(network, words, 6, 10 if words == 10 else 3, output=_logits)
         ids = made.x.clamp_min(1)  # no padding
         return made._replace(x={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 

@@ -114,7 +114,7 @@ def fit(
     seed = operator.index(seed)
     if progress not in (None, True, False):
         raise TypeError(f"progress must be True, False or None, got {progress!r}")
-    if callable(callbacks) or not all(callable(callback) for callback in callbacks):
+    if callable(callbacks) or not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     with assemble(chosen) as team:  # the other processes of a run under torchrun, or none
         module = network.network if isinstance(network, Model) else network

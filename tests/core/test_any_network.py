@@ -594,3 +594,12 @@ def test_networks_in_half_precision(method: Any, caplog: pytest.LogCaptureFixtur
 def test_dropout_of_the_network_predicts() -> None:
     network = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     assert (quick(network, pl.MCDropout(epochs=2)).predict(X, draws=20).epistemic > 0).all()
+
+
+def test_a_fit_inside_inference_mode_is_usable_outside() -> None:
+    with torch.inference_mode():
+        x = X + 0
+        posterior = quick(nn.Linear(3, 1), pl.Laplace(mode=pl.MAP(epochs=2)), (x, Y + 0))
+    assert torch.isfinite(posterior.predict(X).std).all()
+    posterior.functions(X, draws=3)
+    assert not any(weight.is_inference() for weight in posterior.weights(2).values())

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from plausible.core import weights as tree
 from plausible.core.attributes import attributes, duplicate
-from plausible.core.data import Batch, num_rows, read_inputs
+from plausible.core.data import Batch, num_rows, read_inputs, typical
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
     OutputError,
@@ -89,6 +89,7 @@ class Model:
     precision: torch.dtype | None = None
     evaluated: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()  # tensors that the network holds without registering them
+    sample: Any = None  # an input like those of the data, by which networks are told apart: see `posteriors.probing`
     copied: bool = False  # each pass with gradients runs on a copy of the network: see `core.recomputing`
     writes: dict[bool, bool] = field(default_factory=dict, repr=False)  # to inputs, in training or not; where that is known
     closed: dict[str, float] | None = field(init=False, repr=False)  # precisions by name, where the prior is a centred Gaussian
@@ -174,7 +175,8 @@ class Model:
         if unused := [name for name in parameters if name not in uses]:
             log.warning("these weights do not influence the output, so data say nothing of them: %s", ", ".join(unused))
         prior.log_prob(initial)  # every weight has a rule, and shapes fit
-        return replace(model, initial=initial, random=random, buffers=moving_buffers(model, example))
+        buffers = moving_buffers(model, example)
+        return replace(model, initial=initial, random=random, buffers=buffers, sample=typical(example.x))
 
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights

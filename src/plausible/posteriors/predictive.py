@@ -11,6 +11,7 @@ Inputs are handled in blocks, so that all draws of all outputs, [S, N, *O], stan
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -339,8 +340,11 @@ class Predictive:
         For counts the smallest integer k with F(k) ≥ q.
         """
         self._need("quantile", ("continuous", "counts"), "classes have no order; use probs, entropy or sample")
-        levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
-        if levels.ndim > 1 or not ((levels > 0) & (levels < 1)).all():
+        try:
+            levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
+        except (TypeError, ValueError):
+            levels = np.array(np.nan)
+        if levels.ndim > 1 or not levels.size or not ((levels > 0) & (levels < 1)).all():
             raise ValueError(f"q must be a number or a list of numbers strictly between 0 and 1, got {q!r}")
         # counts have steps, where a root finder would look for a crossing that is not there
         find = mixture_count_quantile if self.likelihood.kind == "counts" else mixture_quantile
@@ -353,7 +357,7 @@ class Predictive:
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The equal-tailed interval of probability `level`: quantiles at (1 − level)/2 and (1 + level)/2."""
-        if isinstance(level, bool) or not 0 < level < 1:
+        if isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1 (0.9 for a 90 % interval), got {level!r}")
         self._need("interval", ("continuous", "counts"), "classes have no order; use probs, entropy or sample")
         low, high = self.quantile([(1 - level) / 2, (1 + level) / 2])
