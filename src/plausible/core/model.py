@@ -44,6 +44,7 @@ from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
 from plausible.core.random import isolated
 from plausible.core.recomputing import blocks, needs_copies, own_copy
+from plausible.core.tasks import Tasks
 from plausible.core.transforms import plain_attention, transformed, value_and_gradient
 from plausible.core.weights import Weights
 from plausible.core.words import log
@@ -273,6 +274,8 @@ class Model:
             except (AttributeError, KeyError, IndexError, TypeError) as error:
                 problem = f"on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
                 raise OutputError(f"output= failed {problem}") from error
+        if isinstance(result, Mapping) and isinstance(self.likelihood, Tasks):
+            result = self.likelihood.packed_outputs(result)
         if not isinstance(result, Tensor):
             # Hugging Face's outputs are no tensors
             hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"

@@ -27,6 +27,7 @@ from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.random import isolated
 from plausible.core.special import double, widest
 from plausible.core.tables import data_frame
+from plausible.core.tasks import Tasks
 from plausible.core.turns import cached
 from plausible.posteriors import drawing, showing
 
@@ -106,6 +107,16 @@ class Predictive:
     def __repr__(self) -> str:
         sizes = f"inputs={self.num_inputs}, draws={self.num_draws}, outputs={list(self.output_shape)}"
         return f"{type(self).__name__}({self.likelihood}, {sizes})"
+
+    def __getitem__(self, task: str) -> Predictive:
+        """The predictive of one of several tasks."""
+        tasks = self.likelihood
+        if not isinstance(tasks, Tasks) or task not in tasks.likelihoods:
+            names = f"its tasks are {', '.join(tasks.likelihoods)}" if isinstance(tasks, Tasks) else "it is of one task alone"
+            raise KeyError(f"the predictive has no task {task!r}: {names}")
+        shape = tuple(tasks.shapes[task])
+        sizes = {"num_inputs": self.num_inputs, "num_draws": self.num_draws, "output_shape": shape}
+        return Predictive(tasks.likelihoods[task], lambda rows: Draws(*tasks.part(task, *self._draws(rows))), **sizes)  # type: ignore[arg-type]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Draws, block by block
@@ -296,6 +307,7 @@ class Predictive:
 
         A draw explains all outputs of an input together: outputs are summed inside a draw, before the mixture.
         """
+        y = self.likelihood.packed(y) if isinstance(self.likelihood, Tasks) and isinstance(y, Mapping) else y
         targets = as_tensor(y, "y")
         return self._log_density(self._targets(targets), self.likelihood.observed(targets))
 
