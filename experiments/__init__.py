@@ -36,6 +36,7 @@ NAMES = {
     "concrete-dropout": "concrete",
     "uci-dropout": "uci_dropout",
     "dropouts": "dropouts",
+    "zoo": "zoo",
 }
 """Name of each reproduction → the file it is in."""
 

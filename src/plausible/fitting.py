@@ -21,6 +21,7 @@ from plausible.core.likelihoods import Likelihood, infer
 from plausible.core.model import Model
 from plausible.core.networks import Where, as_initialised, check_inputs, choose_device
 from plausible.core.priors import Earlier, Prior, as_prior
+from plausible.core.tasks import Tasks, joined
 from plausible.core.weights import Weights
 from plausible.core.words import log
 from plausible.engine import Checkpoint, Options
@@ -52,10 +53,10 @@ def fit(
     data: Any,
     method: Gives[P] | str = "auto",
     *,
-    likelihood: Likelihood | None = None,
+    likelihood: Likelihood | Mapping[str, Likelihood] | None = None,
     prior: Prior | Mapping[str, Prior] | None = None,
     where: Where = None,
-    output: Callable[[Any], Tensor] | None = None,
+    output: Callable[[Any], Any] | None = None,
     init: Posterior | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -77,7 +78,8 @@ def fit(
         method: an instance such as `MAP(epochs=100)`, or a name such as "map" for its defaults. "auto" chooses by rows, weights and
             `time`: chains where all data fit into them, then ensembles, then a last layer; see docs/methods/auto.md.
         likelihood: outputs → distribution of targets. Inferred if None: integers `Categorical`, booleans `Bernoulli`, floats
-            `Gaussian` with learned noise (of "auto" `StudentT`), standardised inside unless the network was trained on them.
+            `Gaussian` with learned noise (of "auto" `StudentT`), standardised inside unless the network was trained on them. A dict
+            of them, for a network that returns a dict of outputs, and targets by the same names.
         prior: over all weights, or a mapping from name patterns to priors. Default `priors.Default()`, N(0, 2²/fan-in) for weights;
             what is given is never rescaled.
         where: which weights are random: a name pattern or several, "last", or a predicate of the name (and the weight). The
@@ -114,7 +116,7 @@ def fit(
     seed = operator.index(seed)
     if progress not in (None, True, False):
         raise TypeError(f"progress must be True, False or None, got {progress!r}")
-    if callable(callbacks) or not all(callable(callback) for callback in callbacks):
+    if callable(callbacks) or not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise TypeError("callbacks must be a sequence of functions of (step, info), such as callbacks=[print]")
     with assemble(chosen) as team:  # the other processes of a run under torchrun, or none
         module = network.network if isinstance(network, Model) else network
@@ -123,10 +125,12 @@ def fit(
         with turns.one_fit(), torch.inference_mode(False), random.isolated(team.seed(seed), chosen_device):
             if init is not None and likelihood is None and isinstance(init, Posterior) and not isinstance(network, Model):
                 likelihood = init.likelihood  # targets in the units of the earlier fit
+            if isinstance(likelihood, Mapping | Tasks) and not isinstance(network, Model):
+                likelihood, data = joined(network, likelihood, data, output)
             model, examples, chosen, choice = model_and_examples(
                 network,
                 data,
-                likelihood,
+                cast("Likelihood | None", likelihood),
                 prior,
                 where,
                 output,

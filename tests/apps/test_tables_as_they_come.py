@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import plausible as pl
 from plausible.apps import dates, files, preparing
 from plausible.apps.cli import app
+from plausible.apps.cli.errors import note
 from plausible.apps.tables import Column, Dates, Preprocessor, Table, mlp
 
 SMALL = ("-m", "map", "--hidden", "3", "--epochs", "2")
@@ -441,3 +442,13 @@ def test_recommend_lists_the_candidates_of_the_rule(chosen):
     tight = plausible("recommend", data, "-t", "y", "--time", "60s", "--memory", "100", "--hidden", 5)
     assert "Nothing fits" in tight.stdout
     assert "time must be" in plausible("recommend", data, "-t", "y", "--time", "soon").stderr
+
+
+def test_text_is_no_formula_in_a_spreadsheet(tmp_path):
+    files.write_table(tmp_path / "a.csv", {"=name": ["=1+1", "@x", "-3", "- a", "plain"], "n": [-1.5, 2, -3, 4, 5]})
+    assert (tmp_path / "a.csv").read_text().splitlines() == ["'=name,n", "'=1+1,-1.5", "'@x,2", "-3,-3", "'- a,4", "plain,5"]
+
+
+def test_notes_obey_no_escape_codes(capsys):
+    note("column \x1b[31mred\x1b]0;title\x07")
+    assert capsys.readouterr().err == "plausible: column \\x1b[31mred\\x1b]0;title\\x07\n"

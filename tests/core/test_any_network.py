@@ -395,6 +395,11 @@ class Graphs:
     ("network", "data", "message"),
     [
         (nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False)), (X, Y), "use track_running_stats=True"),
+        (
+            nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten()),
+            (torch.ones(24, 1).long(), X),
+            "max_norm .*: use max_norm=None",
+        ),
         (nn.Linear(3, 1), (Graphs(), Y), "data are graphs, .* make them dense"),
         (nn.Linear(3, 1), [Graphs()], "data are graphs, .* make them dense"),
         (nn.Linear(3, 1), torch.utils.data.DataLoader([0] * 4, collate_fn=lambda _: Graphs()), "data are graphs"),  # type: ignore[arg-type]
@@ -543,3 +548,58 @@ def test_adjoints_of_torchdiffeq() -> None:
 
     plain, adjoint = (quick(Solved(getattr(library, name))).predict(X).mean for name in ("odeint", "odeint_adjoint"))
     assert torch.allclose(plain, adjoint, atol=1e-3)
+
+
+class Scaled(nn.Module):
+    """A weight that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.scale = nn.Parameter(randn(3, 1, seed=2)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x @ self.slope)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_laplace_over_a_weight_that_is_one_number(structure: Any) -> None:
+    """The curvature of log p(D) along the number is Σ (x·slope)²/σ², beside the precision of the prior."""
+    network = Scaled()
+    posterior = quick(
+        network,
+        pl.Laplace(structure, mode=None, tune=None, where="scale"),
+        likelihood=pl.likelihoods.Gaussian(scale=1.0),
+        prior=pl.priors.Gaussian(1.0),
+    )
+    expected = 1 / (1 + (X @ network.slope).square().sum())
+    assert torch.allclose(posterior.scales["scale"].square(), expected, rtol=1e-4)
+
+
+def test_an_ensemble_infers_what_its_members_infer(tmp_path: Path) -> None:
+    """Laplace holds the noise at its value: the ensemble says so, and comes back from its file."""
+    posterior = quick(nn.Linear(3, 1), pl.Ensemble(pl.Laplace("diag", mode=pl.MAP(epochs=2)), members=2))
+    assert posterior.summary().rows[-1][2] == "trained as a point"
+    posterior.save(tmp_path / "saved")
+    again = pl.load(tmp_path / "saved", nn.Linear(3, 1))
+    assert torch.equal(posterior.predict(X).mean, again.predict(X).mean)
+
+
+@pytest.mark.parametrize("method", [pl.SGLD(epochs=10), pl.LowRank(epochs=3)])
+def test_networks_in_half_precision(method: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Running means and Cholesky factors are wider than the weights."""
+    posterior = quick(nn.Linear(3, 1).bfloat16(), method, (X.bfloat16(), Y))
+    assert torch.isfinite(posterior.predict(X.bfloat16()).mean).all()
+
+
+def test_dropout_of_the_network_predicts() -> None:
+    network = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    assert (quick(network, pl.MCDropout(epochs=2)).predict(X, draws=20).epistemic > 0).all()
+
+
+def test_a_fit_inside_inference_mode_is_usable_outside() -> None:
+    with torch.inference_mode():
+        x = X + 0
+        posterior = quick(nn.Linear(3, 1), pl.Laplace(mode=pl.MAP(epochs=2)), (x, Y + 0))
+    assert torch.isfinite(posterior.predict(X).std).all()
+    posterior.functions(X, draws=3)
+    assert not any(weight.is_inference() for weight in posterior.weights(2).values())

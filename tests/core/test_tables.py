@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from html.parser import HTMLParser
 
@@ -100,3 +101,13 @@ def test_pandas_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"to_pandas needs pandas .*pip install 'plausible\[tables\]'"):
         TABLE.to_pandas()
+
+
+def test_tables_obey_no_escape_codes() -> None:
+    table = Table(("name\x1b]0;x\x07",), [("\x1b[31mred",)], words=("name",))
+    rendered = Console(file=io.StringIO(), force_terminal=True)
+    rendered.print(table)
+    for text in (str(table), rendered.file.getvalue()):  # type: ignore[attr-defined]
+        assert "\\x1b[31mred" in text
+        assert "\x1b[31m" not in text
+        assert "\x07" not in text

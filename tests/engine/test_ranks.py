@@ -818,3 +818,21 @@ def test_torchrun(dies: bool, tmp_path: Path) -> None:
     assert (result.returncode == 0) is not dies, result.stderr
     if not dies:
         assert len(pl.load(tmp_path / "out", nn.Linear(2, 1)).weights()["weight"]) == 3
+
+
+def test_variables_that_torchrun_left_are_no_silent_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(data_parallel, "PATIENCE", 0.05)
+
+    def never(*_: Any) -> None:
+        time.sleep(0.3)
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(dist, "init_process_group", never)
+    with caplog.at_level(logging.WARNING, "plausible"), pytest.raises(RuntimeError, match="nobody came"):
+        pl.fit(nn.Linear(1, 1), (torch.randn(4, 1), torch.randn(4, 1)), pl.MAP(epochs=1), **QUIET)
+    assert "waiting for 2 other processes at 127.0.0.1:1" in caplog.text
+    assert "PLAUSIBLE_RANKS=alone" in caplog.text

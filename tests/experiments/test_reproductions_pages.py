@@ -28,6 +28,7 @@ LONG = (
     "sparse",
     "two-moons-modes",
     "uci-hmc",
+    "zoo",
 )  # takes seconds even so
 each_reproduction = pytest.mark.parametrize(
     "name",
@@ -177,7 +178,7 @@ SOME_CELLS = {
     "two-moons-modes": ("two-tempering",),
     "uci-hmc": ("boston-00",),
 }
-NEVER = ("last-layer", "laplace-lora")
+NEVER = ("last-layer", "laplace-lora", "zoo")  # the smallest size of zoo is tested by itself
 
 
 @pytest.mark.slow

@@ -501,3 +501,12 @@ def test_predictions_are_of_what_was_given_whatever_becomes_of_the_buffer() -> N
             pred = posterior.predict(buffer)
             buffer[:] = 7.0  # the next batch
             assert torch.equal(pred.mean, truth)
+
+
+@pytest.mark.parametrize("level", ["a", None, [0.5], True, 1.5, float("nan")])
+def test_levels_that_mean_nothing_are_named(level) -> None:
+    law = pl.Predictive.from_functions(torch.randn(3, 4, 1), pl.likelihoods.Gaussian(scale=1.0))
+    with pytest.raises(ValueError, match="level must lie strictly between 0 and 1"):
+        law.interval(level)
+    with pytest.raises(ValueError, match="q must be a number or a list of numbers"):
+        law.quantile([] if level == [0.5] else "a" if level is True else level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -522,6 +523,7 @@ def test_a_rename_that_fails_puts_the_old_one_back(saved: Path, monkeypatch: pyt
         _full() if len(calls) == 2 else renamed(source, target)
 
     with monkeypatch.context() as patched:
+        patched.setattr(storage, "exchange", lambda one, other: False)  # a system that cannot swap two names
         patched.setattr(os, "rename", second_fails)
         with pytest.raises(OSError, match="No space left"):
             other.save(saved, overwrite=True)
@@ -818,3 +820,124 @@ def test_the_format_before_can_be_read(saved: Path) -> None:
         saved / "posterior.json", {n: v for n, v in content.items() if n not in ("attributes", "copied")} | {"format": 2}
     )
     assert torch.equal(pl.load(saved, _network()).predict(x).mean, expected)
+
+
+def test_a_folder_is_never_missing_while_it_is_replaced(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system swaps both names at once; a kill leaves the old posterior or the new one under its name."""
+    if not storage.exchange(saved, _fit(seed=1).save(saved.parent / "other")):
+        pytest.skip("this system cannot swap two names")
+    shutil.rmtree(saved.parent / "other")
+    other = _fit(seed=2)
+    monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("renamed in two steps"))
+    removed: list[bool] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: removed.append(_equal(other, pl.load(saved, _network()))))
+    other.save(saved, overwrite=True)
+    assert removed == [True]
+
+
+def test_overwriting_deletes_nothing_that_is_not_ours(saved: Path) -> None:
+    for name in ("notes.txt", "part-000/mine", "draws-00000.safetensors.bak"):
+        (saved / name).parent.mkdir(exist_ok=True)
+        (saved / name).write_text("mine")
+        with pytest.raises(FileExistsError, match="overwrite=True would delete it; move it away"):
+            _fit().save(saved, overwrite=True)
+        assert (saved / name).read_text() == "mine"
+        (saved / name).unlink()
+    _fit().save(saved, overwrite=True)
+
+
+def test_what_is_no_file_is_refused_before_it_is_read(saved: Path, tmp_path: Path) -> None:
+    """A pipe would wait for ever, a device never ends."""
+    for name in ("posterior.json", "fixed.safetensors", "draws-00000.safetensors"):
+        whole = (saved / name).read_bytes()
+        (saved / name).unlink()
+        os.mkfifo(saved / name)
+        with pytest.raises(ValueError, match="is not a file"):
+            pl.load(saved, _network())
+        (saved / name).unlink()
+        (saved / name).symlink_to("/dev/zero")
+        with pytest.raises(ValueError, match="is not a file"):
+            pl.load(saved, _network())
+        (saved / name).unlink()
+        (saved / name).write_bytes(whole)
+    pl.load(saved, _network())
+
+
+def test_forged_sizes_allocate_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = storage.read_json(saved / "posterior.json")
+    forged = {**content["weights"], "likelihood.log_scale": [10**11]}
+    likelihood = {**content["likelihood"], "scale": "per-output"}
+    zeros = torch.zeros
+
+    def watched(*size: Any, **settings: Any) -> Tensor:
+        made = zeros(*size, **{**settings, "device": "meta"})
+        assert made.numel() < 10**6 or str(settings.get("device")) == "meta", "allocated"
+        return made if str(settings.get("device")) == "meta" else zeros(*size, **settings)
+
+    monkeypatch.setattr(torch, "zeros", watched)
+    _reseal(saved, weights=forged, likelihood=likelihood, output_shape=[10**11])
+    with pytest.raises(ValueError, match="do not hold weights of those shapes"):
+        pl.load(saved, _network())
+
+
+@pytest.mark.parametrize("value", [None, -1, "x", [], {}, [[1]], {"type": "MAP"}])
+@pytest.mark.parametrize("key", ["parts", "kind", "probe", "weights", "draws", "settings", "attributes"])
+def test_forged_entries_are_one_kind_of_error(saved: Path, key: str, value: Any) -> None:
+    if storage.read_json(saved / "posterior.json")[key] == value:
+        return
+    _reseal(saved, **{key: value})
+    with contextlib.suppress(ValueError):  # the one kind; or the entry says nothing of these draws
+        pl.load(saved, _network())
+
+
+def test_the_same_shapes_with_another_activation_are_refused(saved: Path) -> None:
+    other = _network()
+    other[2] = nn.ReLU()
+    with pytest.raises(ValueError, match="same names and shapes, but it computes something else"):
+        pl.load(saved, other)
+    again = pl.load(saved, _network())
+    again.save(saved.parent / "again")  # a loaded one knows the input too
+    with pytest.raises(ValueError, match="computes something else"):
+        pl.load(saved.parent / "again", other)
+
+
+def test_another_output_is_refused(tmp_path: Path) -> None:
+    path = _fit(output=lambda out: out).save(tmp_path / "run")
+    with pytest.raises(ValueError, match="computes something else"):
+        pl.load(path, _network(), output=lambda out: -out)
+
+
+def test_the_input_that_is_stored_is_nobodys(saved: Path) -> None:
+    """Means over a few examples, and no row of the data."""
+    stored = storage.read_tensors(saved / "fixed.safetensors", storage.read_json(saved / "posterior.json")["fixed_sha256"])
+    x = _data()[0]
+    assert torch.allclose(stored["probe/0"], x[:8].mean(0, keepdim=True))
+    assert not (x == stored["probe/0"]).all(1).any()
+
+
+class Oddly(nn.Module):
+    """A parameter by a name that safetensors keeps for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("__metadata__", "__metadata__'"):
+            self.register_parameter(name, nn.Parameter(torch.ones(2, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.named_parameters())
+        return x @ (weights["__metadata__"] + 2 * weights["__metadata__'"])
+
+
+def test_parameters_may_have_any_name(tmp_path: Path) -> None:
+    posterior = _fit(net=Oddly())
+    assert _equal(posterior, pl.load(posterior.save(tmp_path / "run"), Oddly()))
+
+
+def test_arguments_of_save_and_load_are_named(saved: Path) -> None:
+    posterior: Any = pl.load(saved, _network())
+    with pytest.raises(TypeError, match="overwrite must be True or False, got 'no'"):
+        posterior.save(saved, overwrite="no")
+    with pytest.raises(TypeError, match="path must be the name of a folder, got 5"):
+        posterior.save(5)
+    with pytest.raises(TypeError, match="path must be the name of a folder, got 5"):
+        pl.load(5, _network())  # type: ignore[arg-type]

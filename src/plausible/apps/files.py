@@ -305,10 +305,21 @@ def _csv(columns: Mapping[str, Sequence[Any]], delimiter: str) -> str:
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return format(value, ".12g" if abs(value) >= 1e5 else ".8g")
-        return "" if value is None else str(value)
+        return "" if value is None else _no_formula(str(value))
 
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow(map(_no_formula, columns))
     writer.writerows(map(cell, row) for row in zip(*columns.values()))
     return buffer.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Text that a spreadsheet takes for a formula, behind an apostrophe, as spreadsheets write such text themselves."""
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

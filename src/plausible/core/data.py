@@ -53,6 +53,17 @@ def take(x: Any, rows: Any) -> Any:
     return x[rows] if isinstance(x, Tensor) else tree_map(lambda leaf: leaf[rows], x)
 
 
+def typical(x: Any) -> Any:
+    """One input like these: their mean, of whole numbers their minimum; on the CPU."""
+
+    def one(values: Tensor) -> Tensor:
+        values = values.detach()
+        real = values.is_floating_point() or values.is_complex()
+        return (values.mean(0, keepdim=True) if real else values.amin(0, keepdim=True)).cpu()
+
+    return pytree.tree_map_only(Tensor, one, x)
+
+
 def select_rows(batch: Batch, rows: Any) -> Batch:
     return Batch(*(None if part is None else take(part, rows) for part in batch))  # type: ignore[arg-type]
 

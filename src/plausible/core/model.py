@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from plausible.core import weights as tree
 from plausible.core.attributes import attributes, duplicate
-from plausible.core.data import Batch, num_rows, read_inputs
+from plausible.core.data import Batch, num_rows, read_inputs, typical
 from plausible.core.likelihoods import Likelihood
 from plausible.core.networks import (
     OutputError,
@@ -44,6 +44,7 @@ from plausible.core.priors import Prior
 from plausible.core.random import generator as stream_of
 from plausible.core.random import isolated
 from plausible.core.recomputing import blocks, needs_copies, own_copy
+from plausible.core.tasks import Tasks
 from plausible.core.transforms import plain_attention, transformed, value_and_gradient
 from plausible.core.weights import Weights
 from plausible.core.words import log
@@ -89,6 +90,7 @@ class Model:
     precision: torch.dtype | None = None
     evaluated: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()  # tensors that the network holds without registering them
+    sample: Any = None  # an input like those of the data, by which networks are told apart: see `posteriors.probing`
     copied: bool = False  # each pass with gradients runs on a copy of the network: see `core.recomputing`
     writes: dict[bool, bool] = field(default_factory=dict, repr=False)  # to inputs, in training or not; where that is known
     closed: dict[str, float] | None = field(init=False, repr=False)  # precisions by name, where the prior is a centred Gaussian
@@ -174,7 +176,8 @@ class Model:
         if unused := [name for name in parameters if name not in uses]:
             log.warning("these weights do not influence the output, so data say nothing of them: %s", ", ".join(unused))
         prior.log_prob(initial)  # every weight has a rule, and shapes fit
-        return replace(model, initial=initial, random=random, buffers=moving_buffers(model, example))
+        buffers = moving_buffers(model, example)
+        return replace(model, initial=initial, random=random, buffers=buffers, sample=typical(example.x))
 
     # -----------------------------------------------------------------------------------------------------------------
     # The network as a function of its weights
@@ -271,6 +274,8 @@ class Model:
             except (AttributeError, KeyError, IndexError, TypeError) as error:
                 problem = f"on the {type(result).__name__} that the network returned: {type(error).__name__}: {error}"
                 raise OutputError(f"output= failed {problem}") from error
+        if isinstance(result, Mapping) and isinstance(self.likelihood, Tasks):
+            result = self.likelihood.packed_outputs(result)
         if not isinstance(result, Tensor):
             # Hugging Face's outputs are no tensors
             hint = "lambda o: o.logits" if hasattr(result, "logits") else "lambda o: o[0]"

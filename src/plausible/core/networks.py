@@ -55,6 +55,14 @@ def check_network(network: nn.Module) -> None:
             f"network has batch norm without running statistics ({norm or 'itself'}): what it predicts for one example depends on "
             "the others; use track_running_stats=True, or nn.GroupNorm"
         )
+    tables = (
+        n for n, m in network.named_modules() if getattr(m, "max_norm", None) is not None and hasattr(m, "num_embeddings")
+    )
+    if (table := next(tables, None)) is not None:
+        raise ValueError(
+            f"network has an embedding with max_norm ({table or 'itself'}), which shrinks its weights whenever it is called: "
+            "use max_norm=None, and a prior that keeps them small"
+        )
     devices = {p.device for p in network.parameters()}
     if len(devices) > 1:
         raise ValueError(f"network has parameters on several devices ({', '.join(map(str, devices))}): move it to one")

@@ -22,6 +22,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
+from plausible.core import settings
+
 INF = math.inf
 LARGEST_TENSOR = 10_000  # tensors with more elements than this belong into the tensor file, not among the settings
 LAYERS = ("core", "blocks", "engine", "posteriors", "methods", "analysis", "apps")
@@ -72,6 +74,7 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
             f'register {cls.__module__}.{cls.__qualname__} with @register(name="...")'
         )
     _classes[name], _names[cls] = cls, name
+    settings.checked(cls)
     return cls
 
 

@@ -7,10 +7,12 @@ the JSON beside it, so that a truncated or altered file is an error and not a wr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import secrets
+import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,11 +57,45 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one operation of the system, where it has one: nobody ever sees either of them missing."""
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # another system
+        return False
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file; what is no file (a pipe, a device, a folder) is refused before anything is read."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is not a file: the folder is damaged, or not one written by plausible")
+        return file.read()
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _key(name: str) -> str:
+    """A name as safetensors takes it: `__metadata__` is a word of its own there."""
+    return f"{name}'" if name.rstrip("'") == "__metadata__" else name
+
+
 def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, str]:
     """Named tensors → the bytes of a safetensors file and their sha256."""
     # safetensors refuses tensors that share memory
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    content = save(plain, metadata={"names": json.dumps(list(plain))})
+    plain = {_key(name): value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    content = save(plain, metadata={"names": json.dumps(list(tensors))})
     return content, hashlib.sha256(content).hexdigest()
 
 
@@ -72,11 +108,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def read_tensors(path: Path, sha256: str) -> Weights:
     """A safetensors file → named tensors, refused where it is missing, truncated or not the one that was written."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: the folder is incomplete") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     # a truncated file would be an error anyway, an altered one a wrong posterior
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(f"{path} is damaged or was changed: its checksum is not the one recorded when it was written")
@@ -84,8 +118,10 @@ def read_tensors(path: Path, sha256: str) -> Weights:
         tensors = load(content)
         # safetensors sorts names; the order of weights is kept in its metadata
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return {name: tensors[name] for name in json.loads(header["__metadata__"]["names"])}  # in the order given to `pack`
-    except (SafetensorError, ValueError, KeyError) as error:
+        return {
+            name: tensors[_key(name)] for name in json.loads(header["__metadata__"]["names"])
+        }  # in the order given to `pack`
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
@@ -112,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_json)
+        content = json.loads(read_file(path).decode("utf-8"), parse_constant=not_json)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: is {path.parent} a folder written by plausible?") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
@@ -123,6 +159,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if recorded != hashlib.sha256(_canonical(content)).hexdigest():
         raise ValueError(f"{path} is damaged or was changed: its checksum does not fit its content")
     return content
+
+
+def as_path(path: str | Path) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the name of a folder, got {path!r} of type {type(path).__qualname__}")
+    return Path(path)
 
 
 def prepare_folder(path: str | Path, *, overwrite: bool = False, name: str = "path") -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from plausible.core.words import number
+from plausible.core.words import number, printable
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -89,11 +89,11 @@ class Table(Tabular):
         return [[_cell(value) for value in row] for row in self.rows]
 
     def text(self) -> str:
-        lines = [list(self.heads), *self.cells]
+        lines = [[printable(head) for head in self.heads], *self.cells]
         widths = [max(map(len, column)) for column in zip(*lines)]
         left = [head in self.words for head in self.heads]
         shown = ["  ".join(c.ljust(w) if at else c.rjust(w) for c, w, at in zip(line, widths, left)).rstrip() for line in lines]
-        return "\n".join([*filter(None, [self.title]), *shown, *filter(None, [self.note])])
+        return "\n".join([*filter(None, [printable(self.title)]), *shown, *filter(None, [self.note])])
 
     def html(self) -> str:
         """The table alone, which `html` makes fit for a notebook."""
@@ -114,7 +114,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, tuple):
         return "×".join(map(str, value)) or "scalar"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
+        return "" if value is None else printable(str(value))
     return f"{value:,}" if isinstance(value, int) else number(value)
 
 
@@ -141,7 +141,7 @@ def rich_table(
 
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", **settings)
     for head in heads:
-        table.add_column(head, justify="left" if head in words else "right")
+        table.add_column(printable(head), justify="left" if head in words else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in row))
     return table

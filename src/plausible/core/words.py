@@ -24,6 +24,11 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def printable(text: str) -> str:
+    """Text without what a terminal would obey: control characters, such as those of escape codes, are spelt out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def percent(share: float, digits: int = 0) -> str:
     """`83 %`; never 100 % or 0 % for a share that is neither."""
     text = f"{100 * share:.{digits}f}"

@@ -9,10 +9,12 @@ the same on all ranks: they start from the weights of the first, see the same gr
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -268,6 +270,27 @@ def _number(values: Any) -> int:
     return total
 
 
+PATIENCE = 10.0
+"""Seconds after which a process says that it waits for the others."""
+
+
+@contextlib.contextmanager
+def _not_in_silence() -> Iterator[None]:
+    """Variables that an earlier torchrun left in the environment would make this process wait for others that never come."""
+    others, place = int(os.environ["WORLD_SIZE"]) - 1, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    message = (
+        f"waiting for {others} other processes at {place}, as RANK and WORLD_SIZE in the environment say: without torchrun, "
+        "unset them, or set PLAUSIBLE_RANKS=alone"
+    )
+    told = threading.Timer(PATIENCE, log.warning, (message,))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+
+
 def assemble(method: Method) -> Team:
     """The processes that run this fit together: those of `torch.distributed`, where there are several, or this one alone.
 
@@ -284,7 +307,8 @@ def assemble(method: Method) -> Team:
         if not launched or int(os.environ["WORLD_SIZE"]) < 2:
             return Team()
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        with _not_in_silence():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         atexit.register(leave)
     if dist.get_world_size() < 2:
         return Team()

@@ -59,6 +59,8 @@ class CurvedGaussian(Law):
         settings = content.settings
         means = content.group("mean", tree.select(model.initial, model.random))
         curvature = Curvature.restored(str(settings["structure"]), settings["blocks"], content.tensors["curvature"])
+        if {name for block in curvature.blocks for name in block.names} != set(means):
+            raise ValueError("posterior.json is damaged: its curvature is of other weights than those that are random")
         return cls(means, curvature, content.tensors["precision"], float(settings["scale"]))
 
     def to(self, device: torch.device) -> Self:

@@ -27,7 +27,8 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def of(cls, method: Any, model: Model, fitted: Fitted, parts: Sequence[Posterior]) -> Self:
-        return cls(method, model, record_of(fitted), parts)
+        # what the parts infer: a method may train some weights as points by itself
+        return cls(method, model.restricted(parts[0].model.random), record_of(fitted), parts)
 
     def content(self) -> Content:
         return Content(parts=self.parts)

@@ -11,6 +11,7 @@ Inputs are handled in blocks, so that all draws of all outputs, [S, N, *O], stan
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -26,6 +27,7 @@ from plausible.core.likelihoods import Likelihood, Scaled
 from plausible.core.random import isolated
 from plausible.core.special import double, widest
 from plausible.core.tables import data_frame
+from plausible.core.tasks import Tasks
 from plausible.core.turns import cached
 from plausible.posteriors import drawing, showing
 
@@ -105,6 +107,16 @@ class Predictive:
     def __repr__(self) -> str:
         sizes = f"inputs={self.num_inputs}, draws={self.num_draws}, outputs={list(self.output_shape)}"
         return f"{type(self).__name__}({self.likelihood}, {sizes})"
+
+    def __getitem__(self, task: str) -> Predictive:
+        """The predictive of one of several tasks."""
+        tasks = self.likelihood
+        if not isinstance(tasks, Tasks) or task not in tasks.likelihoods:
+            names = f"its tasks are {', '.join(tasks.likelihoods)}" if isinstance(tasks, Tasks) else "it is of one task alone"
+            raise KeyError(f"the predictive has no task {task!r}: {names}")
+        shape = tuple(tasks.shapes[task])
+        sizes = {"num_inputs": self.num_inputs, "num_draws": self.num_draws, "output_shape": shape}
+        return Predictive(tasks.likelihoods[task], lambda rows: Draws(*tasks.part(task, *self._draws(rows))), **sizes)  # type: ignore[arg-type]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Draws, block by block
@@ -295,6 +307,7 @@ class Predictive:
 
         A draw explains all outputs of an input together: outputs are summed inside a draw, before the mixture.
         """
+        y = self.likelihood.packed(y) if isinstance(self.likelihood, Tasks) and isinstance(y, Mapping) else y
         targets = as_tensor(y, "y")
         return self._log_density(self._targets(targets), self.likelihood.observed(targets))
 
@@ -348,8 +361,11 @@ class Predictive:
         For counts the smallest integer k with F(k) ≥ q.
         """
         self._need("quantile", ("continuous", "counts"), "classes have no order; use probs, entropy or sample")
-        levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
-        if levels.ndim > 1 or not ((levels > 0) & (levels < 1)).all():
+        try:
+            levels = np.asarray(q.cpu() if isinstance(q, Tensor) else q, dtype=float)
+        except (TypeError, ValueError):
+            levels = np.array(np.nan)
+        if levels.ndim > 1 or not levels.size or not ((levels > 0) & (levels < 1)).all():
             raise ValueError(f"q must be a number or a list of numbers strictly between 0 and 1, got {q!r}")
         # counts have steps, where a root finder would look for a crossing that is not there
         find = mixture_count_quantile if self.likelihood.kind == "counts" else mixture_quantile
@@ -362,7 +378,7 @@ class Predictive:
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The equal-tailed interval of probability `level`: quantiles at (1 − level)/2 and (1 + level)/2."""
-        if isinstance(level, bool) or not 0 < level < 1:
+        if isinstance(level, bool) or not isinstance(level, numbers.Real) or not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1 (0.9 for a 90 % interval), got {level!r}")
         self._need("interval", ("continuous", "counts"), "classes have no order; use probs, entropy or sample")
         low, high = self.quantile([(1 - level) / 2, (1 + level) / 2])

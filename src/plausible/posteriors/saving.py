@@ -5,7 +5,8 @@ how to be rebuilt from them. Everything else is here: a folder of safetensors an
 does not fit.
 
 posterior.json          format, library version, kind, settings, method, likelihood, prior, names and shapes, history, checksums
-fixed.safetensors       parameters, buffers and other tensors of the network that were not inferred
+fixed.safetensors       parameters, buffers and other tensors of the network that were not inferred; an input and what is
+                        answered there, by which another network of the same shapes is known
 tensors.safetensors     the named tensors
 draws-….safetensors     the draws, in shards
 masks.safetensors       of a pruned posterior: which weights were kept
@@ -15,6 +16,7 @@ part-…/                 the parts of a mixture, each with such files
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +37,18 @@ from plausible.core.priors import Prior, as_prior
 from plausible.core.storage import DiskDraws, DrawStore, DrawWriter, MemoryDraws
 from plausible.core.weights import Weights, index, num_bytes
 from plausible.engine.checkpoint import plain
+from plausible.posteriors import probing
 
 if TYPE_CHECKING:
     from plausible.posteriors.base import Posterior
 
 FORMAT = 3
-EARLIER: dict[str, Any] = {"format": 2, "attributes": {}, "copied": False}  # the format before, and what it did not say
+EARLIER: dict[str, Any] = {
+    "format": 2,
+    "attributes": {},
+    "copied": False,
+    "probe": None,
+}  # the format before, and what it did not say
 IN_MEMORY = 512 * 2**20
 """Bytes of draws up to which they are read into memory by `load`."""
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
@@ -108,15 +116,15 @@ def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> 
 
     `overwrite=True` puts the new folder in the place of an older posterior's, and of nothing else.
     """
-    target = Path(path).resolve()
+    if not isinstance(overwrite, bool):
+        raise TypeError(f"overwrite must be True or False, got {overwrite!r}")
+    target = storage.as_path(path).resolve()
     existed = target.exists()
     storage.prepare_folder(target, overwrite=overwrite)
     if not existed:
         target.rmdir()
-    elif any(target.iterdir()) and not (target / "posterior.json").exists():
-        raise FileExistsError(
-            f"path={str(path)!r} is not empty and holds no posterior; overwrite=True replaces only a saved posterior"
-        )
+    elif any(target.iterdir()):
+        _refuse_foreign(target, path)
     temporary = storage.beside(target)
     temporary.mkdir()
     try:
@@ -128,10 +136,34 @@ def save(posterior: Posterior, path: str | Path, *, overwrite: bool = False) -> 
     return Path(path)
 
 
+def _refuse_foreign(target: Path, path: str | Path) -> None:
+    """Leave a folder alone that holds anything but a saved posterior."""
+    if not (target / "posterior.json").exists():
+        raise FileExistsError(
+            f"path={str(path)!r} is not empty and holds no posterior; overwrite=True replaces only a saved posterior"
+        )
+    for found in target.rglob("*"):
+        place = found.relative_to(target).as_posix()
+        if not _OURS.fullmatch(place):
+            raise FileExistsError(
+                f"path={str(path)!r} holds {place!r} beside a posterior: overwrite=True would delete it; move it away, or choose "
+                "another path"
+            )
+
+
+_OURS = re.compile(
+    r"(part-\d{3}/)*(part-\d{3}|posterior\.json|(fixed|tensors|masks|draws-\d{5})\.safetensors|\.[\w.-]+\.[0-9a-f]{12})"
+)
+"""What `save` writes, and what of it a kill leaves."""
+
+
 def _put(temporary: Path, target: Path) -> None:
     """Rename a folder into its place; what was there goes away only afterwards, and comes back if that fails."""
     if not target.exists():
         os.rename(temporary, target)
+        return
+    if storage.exchange(temporary, target):
+        shutil.rmtree(temporary, ignore_errors=True)
         return
     old = storage.beside(target)
     # a folder cannot be renamed onto another that is not empty
@@ -151,6 +183,7 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
     everything = {**dict(model.network.named_parameters()), **dict(model.network.named_buffers())}
     fixed = {name: value.detach() for name, value in everything.items() if name not in trained}
     plain_ones = attributes(model.network, model.attributes)
+    structure, probe = probing.probed(posterior)
     dtypes = {name: value.dtype for name, value in {**model.initial, **model.buffers}.items()}
     return {
         "format": FORMAT,
@@ -171,7 +204,8 @@ def _write(posterior: Posterior, folder: Path) -> dict[str, Any]:
         "random": list(model.random),
         "attributes": {name: list(value.shape) for name, value in plain_ones.items()},
         "copied": model.copied,
-        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", {**fixed, **plain_ones}),
+        "probe": structure,
+        "fixed_sha256": storage.write_tensors(folder / "fixed.safetensors", {**fixed, **plain_ones, **probe}),
         **plain(_write_content(posterior, folder)),
     }
 
@@ -260,7 +294,7 @@ def load(
 
     `output`, and a likelihood or prior of your own, are code and therefore not in the file: pass them again.
     """
-    folder = Path(path)
+    folder = storage.as_path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"path={str(folder)!r} is not a folder; expected one written by posterior.save()")
     content = storage.read_json(folder / "posterior.json")
@@ -271,20 +305,22 @@ def load(
             f"{str(folder)!r} has format {content.get('format')!r}, written by plausible {content.get('library')}; "
             f"this is plausible {__version__}, which reads format {FORMAT}"
         )
-    # kinds register themselves when their file is imported
-    if not _kinds(content) <= set(kinds):
-        for discover in serialise.discoveries:  # methods bring the kinds of their posteriors
-            discover()
-    if unknown := _kinds(content) - set(kinds):
-        raise ValueError(f"{str(folder)!r} holds a posterior of unknown kind {unknown.pop()!r}; it needs a newer plausible")
     private, rules = private_copy(network), None if prior is None else as_prior(prior)
     try:
+        # kinds register themselves when their file is imported
+        if not _kinds(content) <= set(kinds):
+            for discover in serialise.discoveries:  # methods bring the kinds of their posteriors
+                discover()
+        if unknown := _kinds(content) - set(kinds):
+            raise ValueError(f"{str(folder)!r} holds a posterior of unknown kind {unknown.pop()!r}; it needs a newer plausible")
         _refuse_mismatch(private, content)
         if content["output"] is not None and output is None:
             code = f"output={content['output']}, which is code and not in the file"
             raise ValueError(f"this posterior was fitted with {code}: pass output= again")
         return _read(folder, content, private, output, likelihood, rules)
-    except (KeyError, TypeError, AttributeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"{folder / 'posterior.json'} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -312,17 +348,21 @@ def _read(
     _require_shapes(fixed, held, folder / "fixed.safetensors")
     put_back(network, {name: fixed[name] for name in held})
     dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items()}
-    # starting weights are no part of a posterior: zeros say names, shapes and types
-    initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
     output_shape = tuple(content["output_shape"])
     if not all(isinstance(size, int) for size in output_shape):
         raise TypeError(f"output_shape {content['output_shape']!r}")
     chosen = _decoded(content["likelihood"], likelihood, "likelihood", Likelihood)
-    noise = chosen.initial_weights(output_shape, dtype=torch.float32, device=device)
+    noise = chosen.initial_weights(output_shape, dtype=torch.float32, device="meta")  # shapes alone: nothing is allocated yet
     stored = {name: shape for name, shape in content["weights"].items() if name.startswith("likelihood.")}
     if {name: list(value.shape) for name, value in noise.items()} != stored:
         weights = f"its weights are {sorted(noise)}, saved were {sorted(stored)}"
         raise ValueError(f"likelihood={chosen!r} does not fit the saved posterior: {weights}")
+    if sum(value.nbytes for value in noise.values()) > (held_bytes := storage.size(folder)):
+        raise ValueError(
+            f"{folder / 'posterior.json'} is damaged: its files of {held_bytes:,} bytes do not hold weights of those shapes"
+        )
+    # starting weights are no part of a posterior: zeros say names, shapes and types
+    initial = {n: torch.zeros(s, dtype=dtypes[n], device=device) for n, s in content["weights"].items()}
     model = Model(
         network,
         chosen,
@@ -344,7 +384,9 @@ def _read(
         method: Any = serialise.Opaque(str(stored_method.get("opaque") or stored_method.get("type")))
     else:
         method = serialise.decode(stored_method)
-    return _read_content(folder, content, method, model)
+    posterior = _read_content(folder, content, method, model)
+    probing.compare(posterior, content["probe"], fixed)
+    return posterior
 
 
 def _has_opaque(stored: Any) -> bool:

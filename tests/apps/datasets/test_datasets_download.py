@@ -398,3 +398,18 @@ def test_the_cache_follows_the_environment_and_the_platform(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", "/c")
     assert places.cache_folder() == Path("/c/plausible/data")
+
+
+def test_a_mirror_that_gives_too_much_is_left(server, cache):
+    """However long an answer is, ten times what the file has is the most that is taken."""
+    server.files |= {"endless.npz": bytes(20 * len(BODY)), "good.npz": BODY}
+    with pytest.raises(FileNotFoundError, match=r"more than .* bytes came, so it is not the expected file"):
+        ensure(single(f"{server.url}/endless.npz"))
+    ensure(single(f"{server.url}/endless.npz", f"{server.url}/good.npz"))
+    assert below(cache) == ["set/file.npz"]
+
+
+def test_what_unpacks_to_too_much_is_not_unpacked():
+    raw = gzip.compress(bytes(10**7))
+    file = File("set/a.gz", size=len(raw), sha256="0" * 64, content="sha256:0")
+    assert problem(file, file.path, raw) == f"it cannot be read: it unpacks to more than {200 * len(raw):,} bytes"

@@ -13,6 +13,8 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from plausible.core.words import printable
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -28,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 def note(message: str) -> None:
     """One line on stderr, so that stdout stays clean for results."""
-    typer.echo(f"plausible: {' '.join(message.split())}", err=True)
+    typer.echo(f"plausible: {printable(' '.join(message.split()))}", err=True)
 
 
 def one_line(error: BaseException) -> str:

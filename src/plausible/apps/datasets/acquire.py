@@ -25,6 +25,7 @@ from plausible.apps.datasets.digests import DAMAGED, problem, shortened
 TIMEOUT = 30.0  # seconds without a byte after which a connection is given up
 RETRIES = 2
 CHUNK = 1 << 18
+LARGEST = 1 << 30  # bytes of an archive whose size the catalogue does not say; more than any has
 
 
 class Unavailable(ConnectionError):
@@ -37,6 +38,7 @@ class Bar:
     def __init__(self, show: bool | None = None):
         self.show = (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
         self.label, self.total, self.done = "", 0, 0
+        self.most, self.seen = LARGEST, 0  # bytes after which what comes cannot be what was asked for
         self._bar: Any = None
 
     def __enter__(self) -> Bar:
@@ -56,12 +58,19 @@ class Bar:
 
     def update(self, count: int) -> None:
         # pooch counts whole chunks, of which the last may be shorter
+        self.seen += count
+        if self.seen > self.most:
+            raise Unavailable(f"{self.label}: more than {self.most:,} bytes came, so it is not the expected file")
         self.done = min(self.done + count, self.total) if self.total else self.done + count
         if self._bar is not None:
             self._bar.update(self._task, description=self.label, completed=self.done, total=self.total or None)
 
     def reset(self) -> None:
         self.done = 0
+
+    def expect(self, label: str, most: int = 0) -> None:
+        """The next file, and how many bytes it can have."""
+        self.label, self.most, self.seen = label, most or LARGEST, 0
 
     def close(self) -> None:
         """One bar serves all files of a set: it ends with the `with` block."""
@@ -132,7 +141,7 @@ def _install(name: str, raw: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _received(url: str, bar: Bar, label: str) -> Iterator[Path]:
+def _received(url: str, bar: Bar, label: str, most: int = 0) -> Iterator[Path]:
     """What is at an address, in a file that goes when the block ends; `Unavailable` where it cannot be had whole.
 
     Timeouts, broken connections, short answers and the server's own errors are tried again after a pause; a missing file, a
@@ -162,7 +171,7 @@ def _received(url: str, bar: Bar, label: str) -> Iterator[Path]:
                 raise Unavailable(f"{url}: {_cause(error)}") from None
             raise
 
-    bar.label = label
+    bar.expect(label, most)
     pooch.get_logger().setLevel("WARNING")
     with tempfile.TemporaryDirectory(prefix="plausible-") as folder:
         store = pooch.create(folder, base_url="", registry={"file": None}, urls={"file": url}, retry_if_failed=RETRIES)
@@ -185,7 +194,7 @@ def _cause(error: BaseException) -> str:
 def _direct(file: File, urls: tuple[str, ...], bar: Bar, reasons: list[str]) -> None:
     for url in urls:
         try:
-            with _received(url, bar, file.name) as path:
+            with _received(url, bar, file.name, 10 * file.size + CHUNK) as path:
                 raw = path.read_bytes()
         except Unavailable as error:
             reasons.append(str(error))
@@ -202,7 +211,7 @@ def _assemble(file: File, source: Pieces, bar: Bar, reasons: list[str]) -> None:
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for number, (name, url) in enumerate(source.members, 1):
             try:
-                with _received(url, bar, f"{file.name} ({number} of {len(source.members)})") as path:
+                with _received(url, bar, f"{file.name} ({number} of {len(source.members)})", 100 * file.size + CHUNK) as path:
                     raw = path.read_bytes()
             except Unavailable as error:
                 reasons.append(str(error))

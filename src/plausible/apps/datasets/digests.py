@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plausible.apps.datasets.catalogue import File
 
@@ -80,6 +80,19 @@ def canonical(path: str, raw: bytes) -> bytes:
     return text(raw)
 
 
+def _refuse_bomb(path: str, raw: bytes, most: int) -> None:
+    """ValueError where packed bytes hold more than the file could; they are unpacked piece by piece, and nothing is kept."""
+    opened: Any = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
+    if opened is None:
+        return
+    size = 0
+    with opened(io.BytesIO(raw)) as file:
+        while piece := file.read(1 << 20):
+            size += len(piece)
+            if size > most:
+                raise ValueError(f"it unpacks to more than {most:,} bytes")
+
+
 def text(raw: bytes) -> bytes:
     """Lines with single blanks between words and none at the ends."""
     lines = (b" ".join(line.split()) for line in raw.split(b"\n"))
@@ -110,6 +123,7 @@ def problem(file: File, path: str, raw: bytes) -> str | None:
         return f"sha256 {sha256[:16]}…, expected {file.sha256[:16]}… ({len(raw):,} bytes, expected {file.size:,})"
     algorithm = file.content.partition(":")[0]
     try:
+        _refuse_bomb(path, raw, 200 * file.size)
         content = digest(canonical(path, raw), algorithm)
     except DAMAGED as error:
         return f"it cannot be read: {error or type(error).__name__}"

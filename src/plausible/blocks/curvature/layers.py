@@ -73,11 +73,11 @@ class Layer:
     def weights(self, matrix: Tensor) -> Weights:
         front = matrix.shape[:-3]
         if not self.weighted or self.transposed or self.kind == "table":
-            return {self.names[0]: matrix.transpose(-1, -2).reshape(*front, *self.shapes[0])}
+            return {self.names[0]: matrix.transpose(-1, -2).reshape((*front, *self.shapes[0]))}
         if not self.biased:
-            return {self.names[0]: matrix.reshape(*front, *self.shapes[0])}
+            return {self.names[0]: matrix.reshape((*front, *self.shapes[0]))}
         parts = matrix[..., :-1], matrix[..., -1]
-        return {n: part.reshape(*front, *shape) for n, part, shape in zip(self.names, parts, self.shapes)}
+        return {n: part.reshape((*front, *shape)) for n, part, shape in zip(self.names, parts, self.shapes)}
 
     def named(self, total: Tensor) -> Weights:
         """Weights from a sum over examples: [G, out, in], [in, out] of a table, or [size] of a vector."""
@@ -87,7 +87,7 @@ class Layer:
 
     def split(self, flat: Tensor) -> Weights:
         parts = flat.split_with_sizes(self.sizes, dim=-1)
-        return {n: part.reshape(*flat.shape[:-1], *s) for n, part, s in zip(self.names, parts, self.shapes)}
+        return {n: part.reshape((*flat.shape[:-1], *s)) for n, part, s in zip(self.names, parts, self.shapes)}
 
 
 @dataclass

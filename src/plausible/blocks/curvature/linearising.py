@@ -260,7 +260,9 @@ class Linearisation:
         except (RuntimeError, NotImplementedError, ValueError):
             jacobians = stack([stack([alone(k, b) for b in range(num_rows(x))]) for k in range(len(columns))])
         empty = columns.new_zeros(0)
-        return [Part(layer, empty, jacobians[layer.names[0]].detach().flatten(2)) for layer in self.rest]
+        # a weight that is one number has no axes of its own
+        flat = {n: j.detach() if j.ndim > 2 else j.detach()[:, :, None] for n, j in jacobians.items()}
+        return [Part(layer, empty, flat[layer.names[0]].flatten(2)) for layer in self.rest]
 
 
 def _usable(x: Any) -> Any:

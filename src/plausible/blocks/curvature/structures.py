@@ -127,7 +127,7 @@ def flat_precision(layers: Sequence[Layer], precision: Mapping[str, Tensor]) -> 
 
 def flat(layers: Sequence[Layer], weights: Mapping[str, Tensor]) -> Tensor:
     """Weights with a leading axis, end to end: [V, size]."""
-    return torch.cat([weights[name].flatten(1) for layer in layers for name in layer.names], 1)
+    return torch.cat([weights[name].reshape(len(weights[name]), -1) for layer in layers for name in layer.names], 1)
 
 
 def named(layers: Sequence[Layer], vectors: Tensor) -> Weights:

@@ -101,8 +101,10 @@ class LowRankFamily(FlatFamily):
 
     def _small(self, parameters: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """The diagonal d [P], V [P, R] and K [R, R]."""
-        diagonal = F.softplus(parameters["rho"])
-        ratio = parameters["directions"] / diagonal[:, None]
+        # half precision has no Cholesky factors
+        wide = torch.promote_types(parameters["rho"].dtype, torch.float32)
+        diagonal = F.softplus(parameters["rho"].to(wide))
+        ratio = parameters["directions"].to(wide) / diagonal[:, None]
         inner = torch.eye(self.rank, dtype=ratio.dtype, device=ratio.device) + ratio.T @ ratio
         return diagonal, ratio, torch.linalg.cholesky_ex(inner, check_errors=False).L  # without waiting for the device
 

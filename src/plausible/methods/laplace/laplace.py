@@ -16,7 +16,7 @@ from plausible.blocks.curvature.structures import CURVATURES, STRUCTURES, Curvat
 from plausible.blocks.curvature.tuning import Tune
 from plausible.core.data import Data
 from plausible.core.model import Model
-from plausible.core.networks import choose, last_layer
+from plausible.core.networks import Where, choose, last_layer
 from plausible.core.priors import Default
 from plausible.core.serialise import check_count, register
 from plausible.core.weights import num_elements
@@ -50,7 +50,7 @@ class Laplace(Method):
     """
 
     structure: StructureName = "kron"
-    where: Any = "all"
+    where: Where | int = "all"
     curvature: CurvatureName = "ggn"
     predictive: Literal["linearised", "probit", "bridge", "sampled"] = "linearised"
     mode: Method | None = field(default_factory=MAP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -304,7 +304,7 @@ class Ranking(PassAfterTraining):
         names = self.method.names(model, run.data)
         tuned = self.model(model, run).restricted(names)
         precision = prior_precision(tuned, self.weights(model, run), names, self.method.structure)
-        return widest_elements(result, precision, int(self.method.where))
+        return widest_elements(result, precision, int(cast("int", self.method.where)))
 
     def kept(self, model: Model, run: Run[Any], state: PassState) -> Weights:
         return run.before if state.result is None else {**run.before, CHOSEN: state.result.unsqueeze(0)}

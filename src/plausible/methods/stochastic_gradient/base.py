@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
     def seen(self, grads: Weights, step: Tensor, learning: Tensor) -> Gradients:
         """One more gradient; nothing changes where there is nothing to learn any more."""
         part = torch.where(learning, 1 / torch.minimum(step + 1, (0.1 * step).clamp(SHORT, MEMORY)), 0.0)
-        mean = {name: torch.lerp(old, grads[name], part.to(old.dtype)) for name, old in self.mean.items()}
+        mean = {name: torch.lerp(old, grads[name].to(old.dtype), part.to(old.dtype)) for name, old in self.mean.items()}
         return Gradients(mean, hold(torch.lerp(self.square, _squared(grads, self.square), part)))
 
     def variance(self, step: Tensor) -> Tensor:
