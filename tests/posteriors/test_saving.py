@@ -866,7 +866,8 @@ def test_what_is_no_file_is_refused_before_it_is_read(saved: Path, tmp_path: Pat
 def test_forged_sizes_allocate_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = storage.read_json(saved / "posterior.json")
     forged = {**content["weights"], "likelihood.log_scale": [10**11]}
-    likelihood = {**content["likelihood"], "scale": "per-output"}
+    inner = {**content["likelihood"]["likelihood"], "scale": "per-output"}
+    likelihood = {**content["likelihood"], "likelihood": inner}
     zeros = torch.zeros
 
     def watched(*size: Any, **settings: Any) -> Tensor:
