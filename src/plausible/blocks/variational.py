@@ -27,9 +27,15 @@ def entropy(scales: Mapping[str, Tensor]) -> Tensor:
 
 
 def joins(weights: Mapping[str, Tensor]) -> bool:
-    """Whether many weights are better treated as one vector: on a GPU, where each of them would take kernels of its own."""
+    """Whether many weights are better treated as one vector: on a GPU, where each of them would take kernels of its own.
+
+    Not where most of them are kernels of convolutions, which run slower on parts of a vector (`python -m benchmarks.networks`).
+    """
     first = next(iter(weights.values()))
-    return len(weights) > MANY and not transformed() and all(w.is_cuda and w.dtype is first.dtype for w in weights.values())
+    if len(weights) <= MANY or transformed() or not all(w.is_cuda and w.dtype is first.dtype for w in weights.values()):
+        return False
+    kernels = sum(weight.numel() for weight in weights.values() if weight.ndim > 2)
+    return 2 * kernels < sum(weight.numel() for weight in weights.values())
 
 
 def expected_log_prior(
