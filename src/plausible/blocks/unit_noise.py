@@ -163,6 +163,10 @@ class _Inputs(Interceptor):
 NoisyInputs.interceptor = _Inputs()
 
 
+_CELLS = {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+_PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+
+
 class _Surveyed(Watched):
     _name: str
     _found: dict[str, Site]
@@ -206,12 +210,22 @@ class _Survey(Interceptor):
     norm = embedding  # type: ignore[assignment]
 
     def other(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function in _CELLS:
+            return self.recurrent(function, *args, **kwargs)
+        if function in _PRODUCTS and len(args) == 2:
+            for weight, axis in zip(args, (1, 0)):  # W x and x W
+                if isinstance(weight, _Surveyed) and weight.ndim == 2:
+                    self._note(weight, axis, weight.shape[axis])
+        return super().other(function, *args, **kwargs)
+
+    def attention(self, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # matrices [out, in], as of a linear layer
         for weight in _surveyed((args, tuple(kwargs.values()))):
             if weight.ndim == 2:
                 self._note(weight, 1, weight.shape[1])
         return super().other(function, *args, **kwargs)
 
-    attention = recurrent = other
+    recurrent = attention  # type: ignore[assignment]
 
 
 _Surveyed.interceptor = _Survey()

@@ -116,6 +116,31 @@ def test_gaussian_weights_may_have_noisy_inputs():
     torch.testing.assert_close(out.var(0)[0], expected, rtol=0.03, atol=0)
 
 
+def test_the_inputs_of_a_product_are_those_that_are_summed_over():
+    x, ways = torch.randn(6, 4), {}
+    for name, function, shape in (
+        ("right", lambda w: x @ w["w"], (4, 3)),
+        ("left", lambda w: torch.matmul(w["w"], x.T), (3, 4)),
+        ("layer", lambda w: F.linear(x, w["w"]), (3, 4)),
+        ("nothing that is known", lambda w: torch.einsum("bi,io->bo", x, w["w"]), (4, 3)),
+    ):
+        ways[name] = survey(function, {"w": torch.randn(shape)})
+    assert ways == {
+        "right": {"w": Site(0, 4)},
+        "left": {"w": Site(1, 4)},
+        "layer": {"w": Site(1, 4)},
+        "nothing that is known": {},
+    }
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_cells_of_recurrent_nets_have_inputs(kind):
+    cell, x = kind(3, 4), torch.randn(2, 3)
+    weights = {name: value for name, value in cell.named_parameters() if value.ndim == 2}
+    sites = survey(lambda w: torch.func.functional_call(cell, w, (x,)), weights)
+    assert sites == {"weight_ih": Site(1, 3), "weight_hh": Site(1, 4)}
+
+
 def test_recurrent_weights_share_their_noise_over_time():
     rnn, x = nn.RNN(3, 4, batch_first=True), torch.randn(2, 5, 3)
     weights = {n: p for n, p in rnn.named_parameters() if p.ndim == 2}
