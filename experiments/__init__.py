@@ -30,6 +30,8 @@ NAMES = {
     "fidelity": "fidelity",
     "small-net-evidence": "small_nets",
     "two-moons-modes": "mode_hopping",
+    "toy-chains": "toy_chains",
+    "control-variates": "control_variates",
     "uci-hmc": "uci_hmc",
     "defaults": "defaults",
 }

@@ -32,6 +32,7 @@ from plausible.apps.sklearn import BayesianClassifier as BayesianClassifier
 from plausible.apps.sklearn import BayesianRegressor as BayesianRegressor
 from plausible.methods.chains.chees import ChEES as ChEES
 from plausible.engine import Checkpoint as Checkpoint
+from plausible.methods.dropout.concrete_dropout import ConcreteDropout as ConcreteDropout
 from plausible.methods.stochastic_gradient.cyclical import Cyclical as Cyclical
 from plausible.methods.variational.dvi import DVI as DVI
 from plausible.engine import DivergenceError as DivergenceError
@@ -41,6 +42,7 @@ from plausible.methods.averages.fge import FGE as FGE
 from plausible.posteriors.doubts import FitWarning as FitWarning
 from plausible.methods.variational.flow import Flow as Flow
 from plausible.methods.variational.full_rank import FullRank as FullRank
+from plausible.methods.dropout.gaussian_dropout import GaussianDropout as GaussianDropout
 from plausible.methods.variational.mean_field import Graves as Graves
 from plausible.methods.chains.hmc import HMC as HMC
 from plausible.methods.natural.ivon import IVON as IVON
@@ -48,6 +50,7 @@ from plausible.methods.laplace.laplace import Laplace as Laplace
 from plausible.methods.variational.low_rank import LowRank as LowRank
 from plausible.methods.chains.mala import MALA as MALA
 from plausible.methods.points.map import MAP as MAP
+from plausible.methods.dropout.mc_dropout import MCDropout as MCDropout
 from plausible.methods.chains.microcanonical import MCLMC as MCLMC
 from plausible.methods.variational.mdl import MDL as MDL
 from plausible.methods.chains.mile import MILE as MILE
@@ -74,8 +77,10 @@ from plausible.methods.ensembles.svgd import SVGD as SVGD
 from plausible.methods.averages.swa import SWA as SWA
 from plausible.methods.averages.swag import SWAG as SWAG
 from plausible.methods.averages.snapshots import Snapshots as Snapshots
+from plausible.methods.dropout.sparse_vd import SparseVD as SparseVD
 from plausible.methods.subspaces.subspace import Subspace as Subspace
 from plausible.methods.natural.vogn import VOGN as VOGN
+from plausible.methods.dropout.variational_dropout import VariationalDropout as VariationalDropout
 from plausible.analysis.fidelity import fidelity as fidelity
 from plausible.fitting import fit as fit
 from plausible.fitting import load as load
