@@ -12,7 +12,7 @@ from torch import nn
 
 import plausible as pl
 from plausible import testing
-from plausible.core import random
+from plausible.core import random, storage
 from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone, tensors
@@ -206,3 +206,21 @@ class _Last(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)[0][:, -1]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_kept_draws_leave_the_gpu(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory they are the draws that were; in the meantime two copies are on the device at most."""
+    if not small:
+        monkeypatch.setattr(storage.DrawWriter, "SMALL", 0)
+    net, x = nn.Linear(1000, 1000), torch.randn(64, 1000)  # 4 MB a draw
+    method = pl.SGLD(epochs=80, batch_size=None, lr=1e-6, burn_in=0.5, thin=1)
+    torch.cuda.reset_peak_memory_stats()
+    posterior = pl.fit(net, (x, x), method, device="cuda", compile=False, progress=False)
+    assert len(posterior) == 40
+    assert posterior.store.stacked["weight"].is_cuda == small
+    if not small:
+        assert torch.cuda.max_memory_allocated() < 30 * 4 * 2**20  # 40 draws alone would be more
+    trace = posterior.store.get(range(40), "cpu")["weight"][:, 0, 0]
+    assert len(trace.unique()) == 40  # no draw is that of a later step
+    assert posterior.predict(x[:5], draws=4).mean.is_cuda
