@@ -950,7 +950,7 @@ def test_draws_leave_the_device_two_at_a_time_and_arrive_in_their_order(
     settings: dict[str, Any] = {"compile": False, "progress": False}
     net = torch.nn.Linear(2, 1)
     stayed = pl.fit(net, (x, y), method, **settings).weights()
-    monkeypatch.setattr(storage.DrawWriter, "_departs", staticmethod(lambda draws: True))
+    monkeypatch.setattr(storage.DrawWriter, "_departs", lambda writer, draws: True)
     monkeypatch.setattr(storage.DrawWriter, "_flight", Departure)
     Departure.aloft.clear()
     Departure.most = 0
@@ -964,7 +964,7 @@ def test_draws_leave_the_device_two_at_a_time_and_arrive_in_their_order(
 
 
 def test_a_writer_waits_for_the_oldest_and_counts_those_in_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.DrawWriter, "_departs", staticmethod(lambda draws: True))
+    monkeypatch.setattr(storage.DrawWriter, "_departs", lambda writer, draws: True)
     monkeypatch.setattr(storage.DrawWriter, "_flight", Departure)
     Departure.aloft.clear()
     Departure.most = 0

@@ -389,12 +389,13 @@ class DrawWriter:
     warning, and tries again when there are twice as many.
 
     Draws of a GPU that `leave` it are copied to host memory while the next steps run; at most two copies lie on the device at any
-    time. At the end, where all of them are small, they come back, so that predictions need no transfer.
+    time. At the end, where all of them are small, they come back, so that predictions need no transfer. Draws below a MiB stay:
+    a step of such a network is shorter than what the copy costs.
     """
 
     SHARD_BYTES = 64 * 2**20
     FLYING = 2
-    SMALL = 2**28  # bytes of all draws together
+    LIGHT, SMALL = 2**20, 2**28  # bytes of a draw, and of all draws together
 
     def __init__(self, folder: Path | None = None, shard_bytes: int | None = None, *, retries: bool = False):
         self.folder, self.shard_bytes, self.retries = folder, shard_bytes or self.SHARD_BYTES, retries
@@ -417,9 +418,12 @@ class DrawWriter:
 
     _flight = Flight
 
-    @staticmethod
-    def _departs(draws: Weights) -> bool:
-        return next(iter(draws.values())).is_cuda
+    def _departs(self, draws: Weights) -> bool:
+        return next(iter(draws.values())).is_cuda and num_bytes(draws) >= self.LIGHT
+
+    def return_to(self, device: torch.device) -> None:
+        """Put draws that a checkpoint had back where they were: those that do not leave onto the device."""
+        self.pending = [draws if num_bytes(draws) >= self.LIGHT else to(draws, device) for draws in self.pending]
 
     def land(self, flying: int = 0) -> None:
         """Wait until at most so many blocks are on their way."""

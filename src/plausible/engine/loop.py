@@ -456,6 +456,7 @@ class Loop:
         self.mode = record["mode"]
         for monitor, records in zip(self.monitors, record.get("monitors", [])):
             monitor.records = _decoded(records)
+        self.writer.return_to(self.device)
 
     def _fitted(self, interrupted: bool) -> Fitted:
         return Fitted(
