@@ -31,6 +31,7 @@ NAMES = {
     "small-net-evidence": "small_nets",
     "two-moons-modes": "mode_hopping",
     "toy-chains": "toy_chains",
+    "averaging": "averaging",
     "control-variates": "control_variates",
     "uci-hmc": "uci_hmc",
     "defaults": "defaults",
