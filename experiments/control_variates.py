@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import figures
-from experiments.frame import SIZES, Bound, Cell, Effect, Part, Reproduction, Request, Results, Sheet, Size, look
+from experiments.frame import SIZES, Bound, Cell, Effect, Part, Reproduction, Request, Result, Results, Sheet, Size, look
 from plausible.apps.compare.tables import mean
 from plausible.core.likelihoods import Bernoulli
 from plausible.core.priors import Gaussian
@@ -37,6 +37,7 @@ class Regression:
     inputs: int = 10
     steps: int = 100_000
     kept: int = 1000
+    shares: tuple[float, ...] = SHARES
 
     @property
     def batch(self) -> int:
@@ -73,7 +74,7 @@ def run(settings: Regression, request: Request) -> dict[str, Any]:
     limit = 4 / float(torch.linalg.eigvalsh(precision)[-1])
     found: dict[str, list[list[float]]] = {"stein": [], "effective": [], "variance": []}
     epochs = settings.steps * settings.batch // settings.rows
-    for share in SHARES:
+    for share in settings.shares:
         chain = SGLD(
             epochs,
             settings.batch,
@@ -110,6 +111,11 @@ def run(settings: Regression, request: Request) -> dict[str, Any]:
 WORDS = {"plain": "SGLD", "start": "with the mode as anchor", "svrg": "with SVRG"}
 
 
+def shares(row: Result) -> Sequence[float]:
+    """The step sizes of a cell."""
+    return row["settings"].get("shares", SHARES)
+
+
 def least(cell: str) -> Any:
     """The smallest discrepancy of each seed, over the step sizes."""
 
@@ -127,7 +133,7 @@ def misled(cell: str) -> Any:
         stein, effective = look(results, cell, "stein"), look(results, cell, "effective")
         if stein is None:
             return None
-        most = [max(range(len(SHARES)), key=lambda i: column[i]) for column in zip(*effective)]
+        most = [max(range(len(effective)), key=lambda i: column[i]) for column in zip(*effective)]
         return [stein[i][k] / min(row[k] for row in stein) for k, i in enumerate(most)]
 
     return values
@@ -175,7 +181,7 @@ def sheets(results: Results) -> list[Sheet]:
                     mean(row["effective"][i]).text(0),
                     mean(row["variance"][i]).text(2),
                 )
-                for i, share in enumerate(SHARES)
+                for i, share in enumerate(shares(row))
             ]
             heads = ("ε·λ_max/4", "Stein discrepancy", "effective draws", "variance over Laplace's")
             found.append(Sheet(words, heads, tuple(body)))
@@ -189,7 +195,7 @@ def draw(results: Results) -> Figure:
         if (row := results.get(cell)) is None:
             continue
         for ax, key in zip(axes, ("stein", "effective")):
-            ax.loglog(SHARES, [mean(values).value for values in row[key]], "o-", color=f"C{number}", label=words)
+            ax.loglog(shares(row), [mean(values).value for values in row[key]], "o-", color=f"C{number}", label=words)
     for ax, words in zip(axes, ("Stein discrepancy", "effective draws of the worst weight")):
         ax.set(xlabel="step size, share of the largest stable one", ylabel=words)
         ax.grid(alpha=0.3)
@@ -207,7 +213,7 @@ def sizes(control: Literal["start", "svrg"] | None) -> dict[Size, Regression]:
     return {
         "full": full,
         "reduced": replace(full, rows=10_000, steps=10_000, kept=500),
-        "tiny": replace(full, rows=200, steps=100, kept=20),
+        "tiny": replace(full, rows=200, steps=100, kept=20, shares=(0.1, 0.6)),
     }
 
 

@@ -14,17 +14,6 @@ from experiments.running import Folder, run, wanted
 QUIET = Request(seeds=2, device="cpu", compile=False, progress=False)
 
 
-@pytest.mark.parametrize("name", ["toy-chains", "control-variates"])
-def test_every_claim_finds_its_numbers_in_the_smallest_size(name: str, tmp_path: Path) -> None:
-    found = load(name)
-    results = run(found, "tiny", wanted(found, "tiny", ()), Folder(tmp_path, name, "tiny"), QUIET)
-    judged = [claim for part in found.parts for claim in part.judged("tiny", results)]
-    assert "not run" not in {claim.verdict for claim in judged}
-    for part in found.parts:
-        assert part.sheets is None or part.sheets(results)
-        assert part.draw is None or part.draw(results)
-
-
 def test_the_data_of_the_mixture_come_from_its_components() -> None:
     """Var y = 2 + ¼; the average of a draw from each has variance 1."""
     y = toy_chains.sample_mixture(100_000)
