@@ -25,23 +25,22 @@ STYLE = {
 }
 
 
-PICTURES = (("README.md", "gap.png"), ("docs/geometry.md", "planes.png"))
+PICTURES = (("README.md", "gap.png", 1), ("docs/geometry.md", "planes.png", 1), ("docs/geometry.md", "curve.png", 2))
+"""Page, picture, and how many examples, from the first on, are run to draw it."""
 
 
-def first_example(page: str) -> str:
-    """The code beside the picture."""
+def examples(page: str, count: int) -> str:
+    """The code beside the picture, with what stands before it."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    match = re.search(r"```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert match is not None
-    return match[1]
+    return "\n".join(re.findall(r"```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)[:count])
 
 
 def main() -> None:
     matplotlib.use("Agg")
-    for page, name in PICTURES:
+    for page, name, count in PICTURES:
         out = ROOT / "docs/figures" / name
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), matplotlib.rc_context(STYLE):
-            exec(compile(first_example(page), page, "exec"), {})
+            exec(compile(examples(page, count), page, "exec"), {})
             out.write_bytes(Path(name).read_bytes())
         print(f"wrote {out.relative_to(ROOT)}")
 

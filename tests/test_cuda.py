@@ -12,7 +12,7 @@ from torch import nn
 
 import plausible as pl
 from plausible import testing
-from plausible.core import random
+from plausible.core import random, storage
 from plausible.core.data import as_data
 from plausible.core.schedules import Cosine
 from plausible.core.weights import clone, tensors
@@ -219,3 +219,21 @@ def test_members_of_a_transformer_are_stacked() -> None:
     stacked, alone = (pl.fit(net, (x, y), few, device=device, **settings) for device in ("cuda", "cpu"))
     torch.testing.assert_close(stacked.functions(x).cpu(), alone.functions(x), atol=2e-3, rtol=1e-2)
     assert pl.fit(net, (x, y), many, device="cuda", **settings).run["mode"] == "captured"
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_kept_draws_leave_the_gpu(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory they are the draws that were; in the meantime two copies are on the device at most."""
+    if not small:
+        monkeypatch.setattr(storage.DrawWriter, "SMALL", 0)
+    net, x = nn.Linear(1000, 1000), torch.randn(64, 1000)  # 4 MB a draw
+    method = pl.SGLD(epochs=80, batch_size=None, lr=1e-6, burn_in=0.5, thin=1)
+    torch.cuda.reset_peak_memory_stats()
+    posterior = pl.fit(net, (x, x), method, device="cuda", compile=False, progress=False)
+    assert len(posterior) == 40
+    assert posterior.store.stacked["weight"].is_cuda == small
+    if not small:
+        assert torch.cuda.max_memory_allocated() < 30 * 4 * 2**20  # 40 draws alone would be more
+    trace = posterior.store.get(range(40), "cpu")["weight"][:, 0, 0]
+    assert len(trace.unique()) == 40  # no draw is that of a later step
+    assert posterior.predict(x[:5], draws=4).mean.is_cuda

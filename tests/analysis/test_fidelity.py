@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import plausible as pl
 from plausible import metrics
-from plausible.analysis.fidelity import Fidelity, Measure, distances, regions, sides, stein
+from plausible.analysis.fidelity import Fidelity, Measure, distances, regions, sides
 from plausible.apps.cli import app
+from plausible.blocks.chains import stein
 from plausible.blocks.chains.density import FunctionDensity
 from plausible.core import random
 from plausible.core.model import Model

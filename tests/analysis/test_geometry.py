@@ -114,3 +114,90 @@ def test_the_picture_has_the_draws_on_it() -> None:
     assert drawn == [pytest.approx(tuple(point)) for point in found.points.tolist()]
     with pytest.raises(ValueError, match="show must be"):
         pl.plots.surface(replace(found), show="other")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+
+def _apart() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
+    stream = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 2, generator=stream)
+    y = (2 * x[:, :1]).sin() * x[:, 1:] + 0.1 * torch.randn(100, 1, generator=stream)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1))
+    return net, (x, y), {**QUIET, "likelihood": pl.likelihoods.Gaussian(0.1)}
+
+
+@pytest.mark.parametrize("kind", ["bezier", "chain"])
+def test_a_curve_connects_two_posteriors_below_the_wall_between_them(kind: Any) -> None:
+    net, data, settings = _apart()
+    mode = pl.MAP(epochs=300, lr=0.02, patience=None)
+    one, two = (pl.fit(net, data, pl.Ensemble(mode, 1), **settings, seed=seed) for seed in (0, 1))
+    found = pl.geometry.connect(one, two, data, kind=kind, path=pl.SWA(mode=None, epochs=150, lr=0.02), size=5)
+    assert found.straight_wall > 3 * max(found.wall, 0.5)
+    ends = [{name: value[0] for name, value in posterior.weights().items()} for posterior in (one, two)]
+    bend = found.bend
+    half = {  # at t = 1/2, and at t = 1/4
+        "bezier": ((0.25, 0.5, 0.25), (0.5625, 0.375, 0.0625)),
+        "chain": ((0.0, 1.0, 0.0), (0.5, 0.5, 0.0)),
+    }[kind]
+    for place, (a, b, c) in zip((2, 1), half):
+        here = {name: a * ends[0][name] + b * bend[name] + c * ends[1][name] for name in bend}
+        f = torch.func.functional_call(net, here, (data[0],))
+        exact = torch.distributions.Normal(f.double(), 0.1).log_prob(data[1].double()).mean()
+        assert float(found.log_likelihood[place]) == pytest.approx(float(exact), rel=1e-4)
+    for posterior, place in ((one, 0), (two, -1)):
+        exact = posterior.predict(data[0]).log_prob(data[1]).mean()
+        assert float(found.log_likelihood[place]) == pytest.approx(float(exact), rel=1e-4)
+        assert float(found.straight_log_likelihood[place]) == pytest.approx(float(exact), rel=1e-4)
+    middle = {name: (ends[0][name] + ends[1][name]) / 2 for name in bend}
+    f = torch.func.functional_call(net, middle, (data[0],))
+    exact = torch.distributions.Normal(f.double(), 0.1).log_prob(data[1].double()).mean()
+    assert float(found.straight_log_likelihood[2]) == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_batch_norms_have_the_statistics_of_every_place_on_a_curve() -> None:
+    net, data = _normed()
+    members = pl.fit(
+        net, data, pl.Ensemble(pl.MAP(epochs=20, patience=None), 2), likelihood=pl.likelihoods.Gaussian(0.3), **QUIET
+    )
+    path = pl.SWA(mode=None, epochs=10, lr=0.01)
+    found = pl.geometry.connect(members, members, data, draws=(0, 1), path=path, size=3)
+    again = pl.geometry.connect(members, members, data, draws=(0, 1), path=path, size=3)
+    torch.testing.assert_close(found.log_joint, again.log_joint)
+    ends = [{name: value[k] for name, value in members.weights().items()} for k in (0, 1)]
+    here = {name: 0.25 * ends[0][name] + 0.5 * found.bend[name] + 0.25 * ends[1][name] for name in found.bend}
+    norms = BatchNorms.of(members.model)
+    assert norms is not None
+    f = members.model.outputs({**here, **members.model.buffers, **norms.statistics(here, data[0])}, data[0])
+    exact = torch.distributions.Normal(f.double(), 0.3).log_prob(data[1].double()).mean()
+    assert float(found.log_likelihood[1]) == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_curves_that_cannot_be_are_refused() -> None:
+    net, data, settings = _apart()
+    posterior = pl.fit(net, data, pl.Ensemble(pl.MAP(epochs=2), 2), **settings)
+    other = pl.fit(nn.Linear(2, 1), data, pl.MAP(epochs=2), **settings)
+    with pytest.raises(ValueError, match="kind must be"):
+        pl.geometry.connect(posterior, posterior, data, draws=(0, 1), kind="spline")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both ends are the same weights"):
+        pl.geometry.connect(posterior, posterior, data)
+    with pytest.raises(ValueError, match="posteriors of one network"):
+        pl.geometry.connect(posterior, other, data)
+    with pytest.raises(TypeError, match="path must be"):
+        pl.geometry.connect(posterior, posterior, data, draws=(0, 1), path=pl.MAP())  # type: ignore[arg-type]
+
+
+def test_the_picture_of_a_curve_shows_both_losses() -> None:
+    net, data, settings = _apart()
+    members = pl.fit(net, data, pl.Ensemble(pl.MAP(epochs=5), 2), **settings)
+    found = pl.geometry.connect(members, members, data, draws=(0, 1), path=pl.SWA(mode=None, epochs=2), size=4)
+    for show, curved, straight in (
+        ("loss", found.log_likelihood, found.straight_log_likelihood),
+        ("posterior", found.log_joint, found.straight_log_joint),
+    ):
+        ax = pl.plots.curve(found, show=show)  # type: ignore[arg-type]
+        drawn = {line.get_label(): torch.as_tensor(line.get_ydata()) for line in ax.lines}
+        torch.testing.assert_close(drawn["Bézier curve"], -curved)
+        torch.testing.assert_close(drawn["straight line"], -straight)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import plausible as pl
 from plausible.core import storage
 from plausible.core.schedules import Cosine
+from plausible.core.weights import clone
 from plausible.engine.checkpoint import Checkpointer, refuse_other
 
 QUIET: dict[str, Any] = {"progress": False, "compile": False}
@@ -922,3 +923,61 @@ def test_another_activation_is_another_run(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match=r"network was .*Tanh"):
                 pl.fit(net, (x, y), pl.MAP(epochs=2), checkpoint=tmp_path / "run", progress=False)
+
+
+class Departure:
+    """A flight that lands when it is asked to, and knows how many others are in the air."""
+
+    aloft: ClassVar[list[Departure]] = []
+    most: ClassVar[int] = 0
+
+    def __init__(self, draws: dict[str, torch.Tensor]) -> None:
+        self.copy = clone(draws)
+        type(self).aloft.append(self)
+        type(self).most = max(self.most, len(self.aloft))
+
+    def landed(self) -> dict[str, torch.Tensor]:
+        type(self).aloft.remove(self)
+        return self.copy
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_draws_leave_the_device_two_at_a_time_and_arrive_in_their_order(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    method = pl.SGLD(epochs=60, batch_size=None, lr=1e-3, burn_in=0.5, thin=3)
+    settings: dict[str, Any] = {"compile": False, "progress": False}
+    net = torch.nn.Linear(2, 1)
+    stayed = pl.fit(net, (x, y), method, **settings).weights()
+    monkeypatch.setattr(storage.DrawWriter, "_departs", lambda writer, draws: True)
+    monkeypatch.setattr(storage.DrawWriter, "_flight", Departure)
+    Departure.aloft.clear()
+    Departure.most = 0
+    if folder:
+        settings["checkpoint"] = pl.Checkpoint(tmp_path / "run", steps=7)
+    left = pl.fit(net, (x, y), method, **settings).weights()
+    for name, value in stayed.items():
+        torch.testing.assert_close(left[name], value, rtol=0, atol=0)
+    assert not Departure.aloft
+    assert 1 <= Departure.most <= 2
+
+
+def test_a_writer_waits_for_the_oldest_and_counts_those_in_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.DrawWriter, "_departs", lambda writer, draws: True)
+    monkeypatch.setattr(storage.DrawWriter, "_flight", Departure)
+    Departure.aloft.clear()
+    Departure.most = 0
+    writer, state = storage.DrawWriter(), {"w": torch.zeros(1, 2)}
+    for number in range(5):
+        state["w"].fill_(number)
+        writer.leave(state)
+        assert len(Departure.aloft) == min(number + 1, 2)
+    mark = writer.mark()
+    assert not Departure.aloft
+    writer.leave(state)
+    writer.back_to(mark)  # what flew since then is forgotten
+    assert len(writer) == 5
+    store = writer.store()
+    assert store is not None
+    assert store.get(range(5), "cpu")["w"][:, 0].tolist() == [0, 1, 2, 3, 4]

@@ -93,6 +93,82 @@ def test_sghmc_of_friction_one_is_sgld_of_twice_the_step() -> None:
     torch.testing.assert_close(heavy, light, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("rate", "friction"), [(0.5, 0.2), (3.0, 0.3)])
+def test_baoab_has_no_bias_in_full_batches(rate: float, friction: float) -> None:
+    settings: dict[str, Any] = {"friction": friction, "splitting": "baoab", "burn_in": 0.1, "thin": 2}
+    draws, _ = _run(pl.SGHMC(epochs=1800, batch_size=None, lr=rate / PRECISION, **settings))
+    _assert_law(draws, 1.0)  # by the Euler steps 1.16 and, at 3.0, nearly 9
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_baoab_has_the_variance_that_batches_add(noise: float) -> None:
+    rate, friction, batch = 0.1, 0.3, 10
+    method = pl.SGHMC(epochs=1, lr=rate / PRECISION, friction=friction, noise=noise, burn_in=0.0, splitting="baoab")
+    draws, _ = _white(method, batch, steps=2500, drop=150)
+    # the noise of gradients in (θ, v): both components of a kick e are moved, θ by e(2 − α)/2 and v by e(1 − α)
+    a, lam = 1 - friction, rate
+    forward = torch.tensor([[1 - lam * (1 + a) / 2, (1 + a) / 2], [-lam * a, a]], dtype=torch.float64)
+    bath = friction * (2 - friction) - 2 * a**2 * noise
+    kick, rest = torch.tensor([(1 + a) / 2, a]).double(), torch.tensor([0.5, 1.0]).double()
+    exact = []
+    for extra in _noise(batch).tolist():
+        source = rate**2 * extra * torch.outer(kick, kick) + rate * bath * torch.outer(rest, rest)
+        whole = torch.eye(4, dtype=torch.float64) - torch.kron(forward, forward)
+        exact.append(float(torch.linalg.solve(whole, source.flatten())[0]))
+    found = torch.tensor(exact)
+    assert abs(float(found.mean()) - 1) > 0.03
+    _assert_law(draws / found.sqrt(), 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Control variates
+
+
+@pytest.mark.parametrize("control", ["start", "svrg"])
+def test_with_control_batches_have_the_law_of_full_gradients(control: Any) -> None:
+    # the curvature of all rows is the same here, so that what an anchor knows leaves no noise at all
+    rate, batch = 0.4, 7
+    settings: dict[str, Any] = {"epochs": 1, "lr": rate / PRECISION, "burn_in": 0.0}
+    draws, state = _white(pl.SGLD(**settings, control=control), batch, steps=1500, drop=100)
+    _assert_law(draws, 1 / (1 - rate / 4))
+    plain, _ = _white(pl.SGLD(**settings), batch, steps=300, drop=100)
+    assert float(plain.square().mean()) > 1.5 * float(draws.square().mean())
+    assert bool((state.control.anchor["theta"] == 0).all()) == (control == "start")
+
+
+def test_the_gradient_at_an_anchor_is_that_of_all_rows_whatever_their_number_and_weights() -> None:
+    stream = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(23, 2, generator=stream).double(), torch.rand(23, generator=stream).double()
+    y = torch.randn(23, 1, generator=stream).double()
+    data = as_data((x, y, weight), dtype=torch.float64, device=torch.device("cpu"))
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model = pl.Model.build(net, pl.likelihoods.Gaussian(), pl.priors.Gaussian(), data.all(), num_data=23)
+    method = pl.SGLD(epochs=9, batch_size=5, lr=1e-3, control="svrg")
+    run = Run.alone(method, model, data)
+    state = method.start(model, run, random.key(0))
+    anchors = []
+    for step in range(21):
+        before = state.weights
+        state, _ = method.step(model, run, state, data.rows(torch.arange(5) + step % 3))
+        if step % 5 == 0:
+            anchors.append(before)
+        exact = model.gradient(state.control.anchor, data.all()).grads
+        for name, gradient in state.control.full.items():
+            torch.testing.assert_close(gradient, exact[name])
+    for name, value in state.control.anchor.items():
+        torch.testing.assert_close(value, anchors[-2][name])  # the weights of an epoch ago
+
+
+def test_control_is_refused_where_gradients_are_not_functions_of_rows_and_weights() -> None:
+    x, y = _data()
+    for layer in (nn.Dropout(0.1), nn.BatchNorm1d(3)):
+        with pytest.raises(ValueError, match="control needs gradients"):
+            pl.fit(nn.Sequential(Columns(3), layer), (x, y[:, :3]), pl.SGLD(control="start"), **_settings())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y[:, :3]), batch_size=20)
+    with pytest.raises(ValueError, match="control='start'"):
+        pl.fit(Columns(3), loader, pl.SGLD(control="svrg"), **_settings())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # SGNHT
 
@@ -228,6 +304,9 @@ def test_points_move_without_noise(name: str) -> None:
         (pl.SGHMC, {"friction": 1.5}, "friction must be"),
         (pl.SGHMC, {"noise": 0.2}, "noise=0.2 is more than friction=0.1 can take away"),
         (pl.SGHMC, {"noise": -0.1}, "noise must be"),
+        (pl.SGHMC, {"splitting": "leapfrog"}, "splitting must be"),
+        (pl.SGLD, {"control": "mode"}, "control must be"),
+        (pl.PSGLD, {"gamma": True, "control": "svrg"}, "take one of the two"),
         (pl.SGNHT, {"diffusion": 0.0}, "diffusion must be"),
         (pl.SGNHT, {"gain": 0.0}, "gain must be"),
         (pl.SGNHT, {"lr": 1e-3, "temperature": 0.0}, "a thermostat needs a temperature"),

@@ -1,4 +1,4 @@
-"""The shape of a posterior around its draws: log densities on planes through the space of weights, and how flat it is somewhere.
+"""The shape of a posterior around its draws: log densities on planes and curves through the weights, and how flat it is somewhere.
 
 Batch norms have, at every point, the statistics of up to 1,024 rows at the very weights. Dropout is off.
 """
@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from plausible.blocks import curves
 from plausible.blocks.batch_norm import BatchNorms
 from plausible.core import random
 from plausible.core.data import ArrayData, Batch, Data
 from plausible.core.model import Model
-from plausible.core.weights import Weights, flatten, unflatten
+from plausible.core.weights import Weights, flatten, select, stack, unflatten
+from plausible.engine.running import Options, run
+from plausible.methods.averages.base import TrajectoryAverage
+from plausible.methods.averages.swa import SWA
+from plausible.methods.subspaces.connecting import Connection
 from plausible.posteriors.base import Posterior, data_for
 from plausible.posteriors.draws import DrawsPosterior
 
-__all__ = ["Flatness", "Surface", "flatness", "plane", "surface"]
+__all__ = ["Curve", "Flatness", "Surface", "connect", "flatness", "plane", "surface"]
 
 ROWS = 1024
 
@@ -37,6 +42,33 @@ class Surface:
     log_likelihood: Tensor
     log_joint: Tensor
     points: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Log densities at `t` [size] on a curve from one network (0) to another (1), and on the straight line between them.
+
+    `log_likelihood` and `log_joint` are over N, in nats a row, as are `straight_log_likelihood` and `straight_log_joint`. `bend`
+    are the weights by which the curve goes, `kind` is "bezier" or "chain".
+    """
+
+    t: Tensor
+    log_likelihood: Tensor
+    log_joint: Tensor
+    straight_log_likelihood: Tensor
+    straight_log_joint: Tensor
+    bend: Weights
+    kind: str
+
+    @property
+    def wall(self) -> float:
+        """By how much the loss on the curve rises above that of the worse end, in nats a row."""
+        return _wall(self.log_likelihood)
+
+    @property
+    def straight_wall(self) -> float:
+        """The same on the straight line."""
+        return _wall(self.straight_log_likelihood)
 
 
 class Flatness(NamedTuple):
@@ -81,6 +113,50 @@ def surface(posterior: Posterior, data: Any, draw: int = 0, *, radius: float = 1
     axes = torch.stack([flatten(_filters(centre, random.generator(seed, 23, k))).double() for k in range(2)])
     grid = [torch.linspace(-radius, radius, _size(size), dtype=torch.float64)] * 2
     return _surface(model, rows, flatten(centre).double(), axes, grid, torch.zeros(1, 2, dtype=torch.float64))
+
+
+def connect(
+    first: Posterior,
+    second: Posterior,
+    data: Any,
+    *,
+    draws: tuple[int, int] = (0, 0),
+    kind: Literal["bezier", "chain"] = "bezier",
+    path: TrajectoryAverage | None = None,
+    size: int = 31,
+    seed: int = 0,
+) -> Curve:
+    """A curve of low loss from a draw of `first` to a draw of `second`, two posteriors of one network (Garipov et al. 2018).
+
+    The curve is a quadratic Bézier curve by a bend, or a chain of two straight lines that meet there ("chain"). The bend begins
+    halfway and is trained on `data`, those of the fit, to lower the loss at random places of the curve; `path` says how, by its
+    `optimiser`, `lr`, `epochs` and `batch_size` (`SWA(mode=None)` by default). Two members of an ensemble are
+    `connect(ensemble, ensemble, data, draws=(0, 1))`. Cost: that of the training, and 2·size passes over the data.
+    """
+    if kind not in curves.KINDS:
+        raise ValueError(f"kind must be 'bezier' or 'chain', got {kind!r}")
+    path = path or SWA(mode=None)
+    if not isinstance(path, TrajectoryAverage):
+        raise TypeError(f"path must be SWA(…) or SWAG(…), whose optimiser trains the bend, got {path!r}")
+    model, rows = first.model, data_for(first.model, data)
+    ends = [_point(posterior, number) for posterior, number in zip((first, second), draws)]
+    shapes = [{name: tuple(weight.shape) for name, weight in end.items()} for end in ends]
+    if shapes[0] != shapes[1]:
+        raise ValueError("first and second must be posteriors of one network: their weights have other names or shapes")
+    if all(bool((weight == ends[1][name]).all()) for name, weight in ends[0].items()):
+        raise ValueError(f"both ends are the same weights: give two posteriors, or two numbers of draws, not {draws}")
+    ends = [{name: weight.to(model.device) for name, weight in end.items()} | model.buffers for end in ends]
+    with random.isolated(seed, model.device):
+        _, _, fitted = run(Connection(path, kind), model, rows, Options(seed, starts=stack(ends), progress=False))
+    assert fitted.draws is not None
+    bend = {name: weight[0] for name, weight in select(fitted.draws.get([0], model.device), model.initial).items()}
+    density, t = _Density(model, rows), torch.linspace(0, 1, _size(size), dtype=torch.float64)
+    one, two = ({name: end[name] for name in bend} for end in ends)
+    with random.isolated(seed, model.device):
+        curved = [density(curves.point(curves.shares(kind, place), one, bend, two)) for place in t.float()]
+        straight = [density({name: torch.lerp(one[name], two[name], float(place)) for name in bend}) for place in t]
+    values = torch.tensor([curved, straight], dtype=torch.float64)
+    return Curve(t, values[0, :, 0], values[0, :, 1], values[1, :, 0], values[1, :, 1], bend, kind)
 
 
 def flatness(
@@ -162,7 +238,13 @@ def _filters(weights: Weights, stream: torch.Generator) -> Weights:
     return moved
 
 
+def _wall(log_likelihood: Tensor) -> float:
+    return float(torch.minimum(log_likelihood[0], log_likelihood[-1]) - log_likelihood.min())
+
+
 def _size(size: int) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-        raise ValueError(f"size must be a whole number of at least 2, the points along each side of the grid, got {size!r}")
+        raise ValueError(
+            f"size must be a whole number of at least 2, the points along the curve or each side of the grid, got {size!r}"
+        )
     return size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from plausible.core.weights import Weights, concatenate, num_bytes
+from plausible.core.weights import Weights, clone, concatenate, num_bytes, to
 
 try:
     import fcntl
@@ -390,6 +391,31 @@ def moved(store: DrawStore, device: torch.device | str) -> DrawStore:
     return JoinedDraws([moved(part, device) for part in store.parts]) if isinstance(store, JoinedDraws) else store
 
 
+class Flight:
+    """Draws on their way from a GPU to host memory, on a stream of its own; until they have `landed` a copy lies on the device."""
+
+    def __init__(self, draws: Weights):
+        self._copy = clone(draws)  # the state that they belong to is written over by the next step
+        stream = _stream(next(iter(draws.values())).device)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._host = {
+                name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+                for name, value in self._copy.items()
+            }
+            self._done = stream.record_event()
+
+    def landed(self) -> Weights:
+        """The draws in host memory that can be paged; waits until they are there."""
+        self._done.synchronize()
+        return clone(self._host)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class WriterMark(NamedTuple):
     """What a writer held at some moment."""
 
@@ -403,18 +429,48 @@ class DrawWriter:
     Memory holds at most one shard. What is pending (not yet in a shard) belongs to the checkpoint, so that a killed run resumes
     without losing or repeating a draw. A writer that `retries` keeps draws in memory where a shard cannot be written, with a
     warning, and tries again when there are twice as many.
+
+    Draws of a GPU that `leave` it are copied to host memory while the next steps run; at most two copies lie on the device at any
+    time. At the end, where all of them are small, they come back, so that predictions need no transfer. Draws below a MiB stay:
+    a step of such a network is shorter than what the copy costs.
     """
 
     SHARD_BYTES = 64 * 2**20
+    FLYING = 2
+    LIGHT, SMALL = 2**20, 2**28  # bytes of a draw, and of all draws together
 
     def __init__(self, folder: Path | None = None, shard_bytes: int | None = None, *, retries: bool = False):
         self.folder, self.shard_bytes, self.retries = folder, shard_bytes or self.SHARD_BYTES, retries
         self._patience = 1
+        self._flying: list[Flight] = []
         self.files: list[dict[str, Any]] = []
         self.pending: list[Weights] = []
 
     def __len__(self) -> int:
+        self.land()
         return sum(int(shard["draws"]) for shard in self.files) + sum(map(_length, self.pending))
+
+    def leave(self, draws: Weights) -> None:
+        """Keep a block of draws whose tensors will be written to: a copy, in host memory. Waits where two are on their way."""
+        if not self._departs(draws):
+            self.add_block(clone(draws))
+            return
+        self.land(self.FLYING - 1)
+        self._flying.append(self._flight(draws))
+
+    _flight = Flight
+
+    def _departs(self, draws: Weights) -> bool:
+        return next(iter(draws.values())).is_cuda and num_bytes(draws) >= self.LIGHT
+
+    def return_to(self, device: torch.device) -> None:
+        """Put draws that a checkpoint had back where they were: those that do not leave onto the device."""
+        self.pending = [draws if num_bytes(draws) >= self.LIGHT else to(draws, device) for draws in self.pending]
+
+    def land(self, flying: int = 0) -> None:
+        """Wait until at most so many blocks are on their way."""
+        while len(self._flying) > flying:
+            self.add_block(self._flying.pop(0).landed())
 
     def add(self, draw: Weights) -> None:
         """Keep one draw (the tensors must not be written to afterwards)."""
@@ -447,10 +503,12 @@ class DrawWriter:
 
     def mark(self) -> WriterMark:
         """The present moment, for `back_to` (it keeps the pending draws alive, at most a shard of them)."""
+        self.land()
         return WriterMark(list(self.files), list(self.pending))
 
     def back_to(self, mark: WriterMark) -> None:
         """Forget the draws kept since then; their shards, if any, are overwritten by later ones."""
+        self._flying = []
         # files stay on disk and are written over: nothing refers to them
         self.files, self.pending = list(mark.shards), list(mark.pending)
 
@@ -462,12 +520,14 @@ class DrawWriter:
             warnings.warn(f"{problem}; the run goes on without them", UserWarning, stacklevel=2)
         self.files = there
 
-    def store(self) -> DrawStore | None:
+    def store(self, home: torch.device | None = None) -> DrawStore | None:
+        """The draws; on the device `home` where they are few enough to be there."""
         self.forget_deleted()
         if not len(self):
             return None
         if not self.files:
-            return MemoryDraws(concatenate(self.pending))
+            whole = concatenate(self.pending)
+            return MemoryDraws(whole if home is None or num_bytes(whole) > self.SMALL else to(whole, home))
         assert self.folder is not None
         return DiskDraws(self.folder, self.files, concatenate(self.pending) if self.pending else None)
 

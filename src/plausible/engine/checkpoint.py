@@ -180,6 +180,7 @@ class Checkpointer:
         finished: bool,
     ) -> None:
         writer.forget_deleted()
+        writer.land()
         named = {f"{name}.{i}": leaf for name, tree in trees.items() for i, leaf in enumerate(tensors(tree))}
         record["names"] = {name: list(tree) for name, tree in trees.items() if isinstance(tree, dict)}
         named |= {f"random.{name}": value for name, value in random.items()}

@@ -286,7 +286,10 @@ class Loop:
         if not self.team.keeps:
             return
         if draws := self.stage.kept(self.model, self.run, self.state):
-            self.writer.add_block(clone(draws))
+            if self.plan.thin:  # there are many
+                self.writer.leave(draws)
+            else:
+                self.writer.add_block(clone(draws))
 
     # -----------------------------------------------------------------------------------------------------------------
     # What the steps logged
@@ -453,12 +456,17 @@ class Loop:
         self.mode = record["mode"]
         for monitor, records in zip(self.monitors, record.get("monitors", [])):
             monitor.records = _decoded(records)
-        # draws that were not yet in a shard lay in the checkpoint, on the CPU
-        self.writer.pending = [{n: v.to(self.device) for n, v in draw.items()} for draw in self.writer.pending]
+        self.writer.return_to(self.device)
 
     def _fitted(self, interrupted: bool) -> Fitted:
         return Fitted(
-            self.state, self.writer.store(), self.history, self.done, self.place.seconds + self.seconds, self.mode, interrupted
+            self.state,
+            self.writer.store(self.device),
+            self.history,
+            self.done,
+            self.place.seconds + self.seconds,
+            self.mode,
+            interrupted,
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plausible.blocks.chains import stein
 from plausible.blocks.chains.convergence import (
     LIMIT,
     ebfmi,
@@ -25,7 +26,9 @@ from plausible.blocks.chains.convergence import (
     summarise,
     summary,
 )
+from plausible.blocks.chains.density import ModelDensity
 from plausible.core.tables import Table, Tabular, data_frame
+from plausible.posteriors.base import data_for
 
 if TYPE_CHECKING:
     from plausible.posteriors.draws import DrawsPosterior
@@ -182,6 +185,41 @@ def convergence(posterior: DrawsPosterior, x: Any = None) -> dict[str, Any]:
     return counts | summarise(values)
 
 
+def stein_discrepancies(posteriors: Sequence[Any], data: Any, *, length: float | None = None) -> tuple[float, ...]:
+    """How far the draws of each posterior are from the law whose log density the data give: √(mean of k_p over all pairs) · ℓ/√P.
+
+    The kernel Stein discrepancy with the inverse multiquadric (Gorham & Mackey 2017). It is large for draws of a law that is too
+    wide as well as for a chain that has not moved, so the smallest of chains with several step sizes is the best of them, which the
+    most effective draws need not be: those grow with the step while the bias does. `data` are those of the fit. Give chains of
+    equally many draws, since a finite number of exact ones has a discrepancy too, which falls like 1/√draws. `length` is ℓ, by
+    default the median distance between all draws of all posteriors. Cost: the gradient by all rows for each draw, and the square of
+    the number of draws.
+    """
+    if not posteriors or isinstance(posteriors, Mapping | str):
+        raise ValueError("posteriors must be a list of posteriors with draws, such as one for each step size")
+    if length is not None and not (math.isfinite(length) and length > 0):
+        raise ValueError(f"length must be positive and finite, got {length}")
+    model = stored(posteriors[0]).model
+    if model.points or model.buffers:
+        what = next(iter((*model.points, *model.buffers)))
+        raise ValueError(
+            f"{what!r} differs between draws without being inferred, so they are no draws of one law of the weights"
+        )
+    density = ModelDensity(model, data_for(model, data), 100)
+    every = [density.flatten(stored(posterior).weights()).double().cpu() for posterior in posteriors]
+    together = torch.cat(every)
+    length = length or stein.median_length(together, torch.arange(len(together)))
+    if not length:
+        raise ValueError("all draws are the same, so there is no distance between them to take a length from: give length")
+    found = []
+    for draws in every:
+        parts = (part.to(density.device, density.dtype) for part in draws.split(100))
+        scores = torch.cat([density.evaluate(part).gradient.cpu() for part in parts])
+        matrix = stein.stein_matrix(draws, scores, length)
+        found.append(math.sqrt(max(float(matrix.mean()), 0.0)) * length / math.sqrt(draws.shape[1]))
+    return tuple(found)
+
+
 def transitions(posterior: Any) -> dict[str, Any]:
     """What the transitions of chains say, averaged or the worst; only what their kernel knows.
 
@@ -247,6 +285,7 @@ __all__ = [
     "quantities",
     "report",
     "rhat",
+    "stein_discrepancies",
     "summarise",
     "summary",
     "summary_table",

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from plausible.analysis import metrics
-from plausible.analysis.fidelity import distances, regions, stein
+from plausible.analysis.fidelity import distances, regions
 from plausible.analysis.fidelity.result import Fidelity, Measure, Region
 from plausible.analysis.fidelity.sides import CLASSES, FRESH, Side, divide, jackknife, stored
+from plausible.blocks.chains import stein
 from plausible.blocks.chains.density import ModelDensity
 from plausible.core.data import ArrayData, Data, as_data, num_rows
 from plausible.core.weights import Weights

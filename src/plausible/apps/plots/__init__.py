@@ -15,7 +15,7 @@ from plausible.apps.plots.chains import (
     training_trace,
 )
 from plausible.apps.plots.comparing import evidence, sweep
-from plausible.apps.plots.geometry import surface
+from plausible.apps.plots.geometry import curve, surface
 from plausible.apps.plots.heldout import (
     example_images,
     example_rows,
@@ -32,6 +32,7 @@ from plausible.apps.plots.pruning import pruned_weights, snr, snr_cdf, weight_hi
 __all__ = [
     "autocorrelation",
     "chain_trace",
+    "curve",
     "energy",
     "ess_growth",
     "evidence",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,19 @@ from plausible.core.schedules import Schedule, as_schedule, rate
 from plausible.core.serialise import check_count
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, select
-from plausible.engine.method import BatchSize, Fitted, Info, Method, Plan, Run, Traits, check_training, plan_epochs
+from plausible.engine.method import (
+    BatchSize,
+    Fitted,
+    Info,
+    Method,
+    Plan,
+    Run,
+    Traits,
+    check_choice,
+    check_training,
+    plan_epochs,
+)
+from plausible.methods.stochastic_gradient import control_variates as variates
 from plausible.posteriors.draws import DrawsPosterior
 
 SHORT, MEMORY = 10, 100
@@ -48,7 +60,7 @@ def _squared(named: Weights, like: Tensor) -> Tensor:
 class StochasticState(NamedTuple):
     """`momenta` is whatever the dynamics carry beside the weights (friction, preconditioners, …): a tree of tensors.
 
-    `gradients` are what a step size is found by, () where it is given.
+    `gradients` are what a step size is found by, () where it is given; `control` is what reduces the noise of batches, () without.
     """
 
     weights: Weights
@@ -57,6 +69,7 @@ class StochasticState(NamedTuple):
     key: Tensor
     step: Tensor
     gradients: Gradients | tuple[()]
+    control: variates.Control | tuple[()] = ()
 
 
 class Phase(NamedTuple):
@@ -81,6 +94,10 @@ class StochasticGradientChain(Method):
     At a stationary law that sum is T times the trace of the curvature, plus the noise of batches, and so no direction is unstable.
     The first `burn_in` fraction of the steps is dropped, then every `thin`-th state is kept (None: about 100 draws in all).
     `temperature` 1 targets the posterior.
+
+    `control` takes noise out of the gradients of batches: ∇̂(θ) − ∇̂(θ̂) + ∇(θ̂), with ∇ the gradient by all data. "start": θ̂ are the
+    weights at which the chain starts, which should be a mode (`init=`; Baker et al. 2019); a second gradient a step. "svrg": θ̂ are
+    those at the start of the epoch before (Dubey et al. 2016), whose gradient is added up in windows of rows; a third one.
     """
 
     epochs: int | None = None
@@ -89,8 +106,11 @@ class StochasticGradientChain(Method):
     burn_in: float = 0.5
     thin: int | None = None
     temperature: float = 1.0
+    control: Literal["start", "svrg"] | None = None
 
-    traits: ClassVar[Traits] = Traits(noisy=True, bias="of the order of the step size")
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return Traits(noisy=True, divisible=self.control is None, bias="of the order of the step size")
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -99,6 +119,8 @@ class StochasticGradientChain(Method):
             as_schedule(self.lr)
         elif self.lr != "auto":
             raise ValueError(f"{who}: lr must be a positive number, a schedule or 'auto', got {self.lr!r}")
+        if self.control is not None:
+            check_choice(self, "control", ("start", "svrg"))
         if not 0 <= self.burn_in < 1:
             raise ValueError(f"{who}: burn_in is a fraction of the steps, in [0, 1), got {self.burn_in}")
         if self.thin is not None:
@@ -143,13 +165,18 @@ class StochasticGradientChain(Method):
             )
         return replace(plan, burn_in=burn_in, thin=thin)
 
+    def prepare(self, model: Model, run: Run[Any]) -> None:
+        if self.control is not None:
+            variates.check(type(self).__name__, model, run, self.control == "svrg")
+
     def start(self, model: Model, run: Run[Any], key: Tensor) -> StochasticState:
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         gradients: Gradients | tuple[()] = ()
         if self.lr == "auto":
             nothing = torch.zeros((), dtype=torch.float32, device=key.device)
             gradients = Gradients({name: torch.zeros_like(weight) for name, weight in model.initial.items()}, nothing)
-        return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step, gradients)
+        known = () if self.control is None else variates.started(model, run, self.control == "svrg")
+        return StochasticState(clone(model.initial), clone(model.buffers), self.carry(model), key, step, gradients, known)
 
     def step(self, model: Model, run: Run[Any], state: StochasticState, batch: Batch) -> tuple[StochasticState, Info]:
         burn_in = max(1, int(self.burn_in * run.steps))
@@ -161,6 +188,11 @@ class StochasticGradientChain(Method):
     ) -> tuple[StochasticState, Info]:
         """One step in this phase of a chain."""
         joint = model.gradient(state.weights, batch, buffers=state.buffers, train=True)
+        known = state.control
+        if isinstance(known, variates.Control):
+            if self.control == "svrg":
+                known = variates.renewed(model, run, known, state.weights, state.step, num_rows(batch.x))
+            joint = variates.reduced(model, known, joint, batch)
         state = state._replace(momenta=self.seen(model, state, joint, batch))
         lr, gradients = self._rate(model, run, state, joint, batch, phase)
         noise = random.normal(state.key, state.step, select(state.weights, model.random))  # points move without
@@ -168,7 +200,7 @@ class StochasticGradientChain(Method):
         info = {"log_joint": joint.value, "log_likelihood": joint.log_likelihood, "log_prior": joint.log_prior}
         if self.lr == "auto":
             info["lr"] = lr
-        return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1, gradients), info
+        return StochasticState(weights, joint.buffers, momenta, state.key, state.step + 1, gradients, known), info
 
     def _rate(
         self, model: Model, run: Run[Any], state: StochasticState, joint: Joint, batch: Batch, phase: Phase

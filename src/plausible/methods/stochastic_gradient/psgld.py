@@ -59,6 +59,10 @@ class PSGLD(StochasticGradientChain):
         check_number(self, "damping", above=0)
         if not isinstance(self.gamma, bool):
             raise TypeError(f"PSGLD: gamma must be True or False, got {self.gamma!r}")
+        if self.gamma and self.control is not None:
+            raise ValueError(
+                "PSGLD: gamma is a difference of gradients of one batch, which control changes: take one of the two"
+            )
 
     def carry(self, model: Model) -> Weights:
         return tree_map(torch.zeros_like, model.initial)

@@ -15,8 +15,9 @@ from plausible.core.model import Model
 from plausible.core.schedules import rate
 from plausible.core.transforms import hold
 from plausible.core.weights import Weights, clone, index, select, tree_map
-from plausible.engine.method import Info, Plan, Run, Stage, Traits
+from plausible.engine.method import Fitted, Info, Method, Plan, Run, Stage, Traits
 from plausible.methods.averages.base import Collecting, TrajectoryAverage
+from plausible.posteriors.draws import DrawsPosterior
 
 ENDS = "ends/"
 """What the names of the two ends [2, …] begin with, among the tensors that are left beside the bend."""
@@ -36,8 +37,8 @@ class CurveState(NamedTuple):
 class Connecting(Stage):
     """min over the bend θ of  E_t −log p(w(t), D),  t ~ U(0, 1),  w(t) on the curve from w₁ by θ to w₂
 
-    The ends are what the stage before left, and stay. The bend begins halfway, and moves by the optimiser, the rate and for the
-    epochs of the path of `method`. Batch norms see the statistics of their batches, at every t.
+    The ends are what the stage before left, or where the run starts, and stay. The bend begins halfway, and moves by the optimiser,
+    the rate and for the epochs of the path of `method`. Batch norms see the statistics of their batches, at every t.
     """
 
     method: TrajectoryAverage
@@ -49,7 +50,7 @@ class Connecting(Stage):
         return Collecting(self.method).plan(num_data, per_epoch)
 
     def start(self, model: Model, run: Run[Any], key: Tensor) -> CurveState:
-        middle = tree_map(lambda ends: ends.mean(0) if ends.is_floating_point() else ends[0].clone(), run.before)
+        middle = tree_map(lambda ends: ends.mean(0) if ends.is_floating_point() else ends[0].clone(), _ends(run))
         weights = clone(select(middle, model.initial))
         step = torch.zeros((), dtype=torch.int64, device=key.device)
         return CurveState(weights, clone(select(middle, model.buffers)), self.method.optimiser.init(weights), key, step)
@@ -57,7 +58,7 @@ class Connecting(Stage):
     def step(self, model: Model, run: Run[Any], state: CurveState, batch: Batch) -> tuple[CurveState, Info]:
         like = next(iter(state.weights.values())).new_zeros(())
         parts = hold(curves.shares(self.kind, random.uniform(state.key, state.step, like)))
-        first, second = (index(run.before, end) for end in (0, 1))
+        first, second = (index(_ends(run), end) for end in (0, 1))
         here = curves.point(parts, first, state.weights, second)
         joint = model.gradient(here, batch, buffers=state.buffers, train=True, scale=-1.0 / model.num_data)
         grads = {name: parts[1] * grad for name, grad in joint.grads.items()}
@@ -68,4 +69,25 @@ class Connecting(Stage):
 
     def kept(self, model: Model, run: Run[Any], state: CurveState) -> Weights:
         left = {name: value.unsqueeze(0) for name, value in {**state.weights, **state.buffers}.items()}
-        return left | {ENDS + name: run.before[name] for name in model.initial}
+        return left | {ENDS + name: _ends(run)[name] for name in model.initial}
+
+
+def _ends(run: Run[Any]) -> Weights:
+    """Both ends, stacked."""
+    return run.before or run.starts or {}
+
+
+@dataclass(frozen=True)
+class Connection(Method):
+    """The bend of a curve between the two networks at which the run starts, as its only draw."""
+
+    path: TrajectoryAverage
+    kind: str = "bezier"
+
+    traits: ClassVar[Traits] = Connecting.traits
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (Connecting(self.path, self.kind),)
+
+    def posterior(self, model: Model, run: Run[Any], fitted: Fitted) -> DrawsPosterior:
+        return DrawsPosterior.of(self, model, fitted)
