@@ -603,3 +603,29 @@ def test_a_fit_inside_inference_mode_is_usable_outside() -> None:
     assert torch.isfinite(posterior.predict(X).std).all()
     posterior.functions(X, draws=3)
     assert not any(weight.is_inference() for weight in posterior.weights(2).values())
+
+
+@pytest.mark.parametrize("method", [pl.MCDropout(epochs=2), pl.GaussianDropout(epochs=2), pl.ConcreteDropout(epochs=2)])
+def test_noise_on_inputs_is_refused_where_a_backward_pass_would_not_see_it(method: Any) -> None:
+    torchdiffeq = pytest.importorskip("torchdiffeq")
+
+    class Solved(nn.Module):
+        def __init__(self, solve: Any) -> None:
+            super().__init__()
+            self.field, self.head, self.solve = Field(), nn.Linear(3, 1), solve
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.solve(self.field, x, torch.tensor([0.0, 0.5]), method="rk4")[-1])
+
+    with pytest.raises(ValueError, match=r"a backward pass of its own.*: solve by plain autograd \(odeint\)"):
+        quick(Solved(torchdiffeq.odeint_adjoint), method)
+    quick(Solved(torchdiffeq.odeint), method)
+
+
+class Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(y)

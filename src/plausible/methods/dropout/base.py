@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plausible.blocks.stochastic import Noise
 from plausible.blocks.unit_noise import Site, alpha_of, survey, with_noisy_inputs
+from plausible.core import random
 from plausible.core.data import Batch
 from plausible.core.model import Model
 from plausible.core.networks import Where, choose
@@ -98,8 +99,29 @@ class UnitDropout(Patient):
             )
         if self.where is not None:
             chosen = choose(select(model.initial, found), self.where, (), "selects no layer for dropout")
-            return {name: found[name] for name in found if name in chosen}
-        return dict(list(found.items())[1:]) or found
+            found = {name: found[name] for name in found if name in chosen}
+        else:
+            found = dict(list(found.items())[1:]) or found
+        self._refuse_own_gradients(model, found, example.x)
+        return found
+
+    def _refuse_own_gradients(self, model: Model, sites: Mapping[str, Site], x: Any) -> None:
+        """A backward pass of the network's own (an ODE's adjoint) differentiates by its parameters, behind which the noise is."""
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in model.initial.items()}
+        rates = {name: torch.full((), RATE, dtype=leaves[name].dtype, device=leaves[name].device) for name in sites}
+        noise = Noise(random.key(0, device=model.device), torch.zeros((), dtype=torch.int64, device=model.device))
+        noisy = with_noisy_inputs(leaves, sites, rates, noise, "dropout")
+        try:
+            with torch.enable_grad():
+                outputs = model.outputs({**leaves, **model.buffers, **noisy}, x)
+                torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(self).__name__}: the network has a backward pass of its own, as adjoints have, which sees "
+                "nothing of noise on inputs: solve by plain autograd (odeint), or use MeanField, IVON or an Ensemble"
+            ) from None
 
     def parameters(self, model: Model, run: Run[Sites], key: Tensor) -> Weights:
         return clone(model.initial)
