@@ -9,7 +9,7 @@ import torch
 
 import plausible as pl
 from plausible import metrics, plots
-from plausible.analysis.geometry import Surface
+from plausible.analysis.geometry import Curve, Surface
 from plausible.apps.report.statistics import count_range, rank_shares
 from plausible.apps.sweep import Sweep
 from plausible.blocks.chains import convergence as diagnostics
@@ -76,6 +76,9 @@ def calls(chains):
         "snr": lambda **k: plots.snr(posterior, **k),
         "surface": lambda **k: plots.surface(
             Surface(torch.arange(4.0), torch.arange(3.0), torch.randn(3, 4), torch.randn(3, 4), torch.rand(3, 2)), **k
+        ),
+        "curve": lambda **k: plots.curve(
+            Curve(torch.linspace(0, 1, 5), *torch.randn(4, 5), {"w": torch.zeros(2)}, "bezier"), **k
         ),
         "sweep": lambda **k: plots.sweep(
             Sweep([{"settings": {"lr": v, "samples": s}, "scores": {"nll": v * s}} for v in (0.1, 0.2) for s in (1, 2)]), **k
