@@ -109,7 +109,7 @@ def contest(
             )
     makers["MAP, 4 stacked"] = lambda: ours(net, x, y, steps, mode, 4)
     if name.startswith("ResNet"):
-        last = net.to(memory_format=torch.channels_last)
+        last = copy.deepcopy(net).to(memory_format=torch.channels_last)  # `to` would change the weights of all candidates
         images = x.to(memory_format=torch.channels_last)
         makers["MAP, channels last"] = lambda: ours(last, images, y, steps, mode)
         makers["MAP, channels last, bfloat16"] = lambda: ours(last, images, y, steps, mode, precision=torch.bfloat16)

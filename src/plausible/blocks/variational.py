@@ -29,13 +29,11 @@ def entropy(scales: Mapping[str, Tensor]) -> Tensor:
 def joins(weights: Mapping[str, Tensor]) -> bool:
     """Whether many weights are better treated as one vector: on a GPU, where each of them would take kernels of its own.
 
-    Not where most of them are kernels of convolutions, which run slower on parts of a vector (`python -m benchmarks.networks`).
+    Not where some lie in memory in another order (channels last), which would be lost on the way.
     """
     first = next(iter(weights.values()))
-    if len(weights) <= MANY or transformed() or not all(w.is_cuda and w.dtype is first.dtype for w in weights.values()):
-        return False
-    kernels = sum(weight.numel() for weight in weights.values() if weight.ndim > 2)
-    return 2 * kernels < sum(weight.numel() for weight in weights.values())
+    alike = all(w.is_cuda and w.dtype is first.dtype and w.is_contiguous() for w in weights.values())
+    return len(weights) > MANY and alike and not transformed()
 
 
 def expected_log_prior(
