@@ -62,6 +62,11 @@ class VariationalDropout(WeightDropout):
     def log_alpha(self, parameters: Weights, name: str) -> Tensor:
         return super().log_alpha(parameters, name) if self.alpha == "weight" else parameters[ALPHA + name].clamp(max=self.most)
 
+    def scale(self, parameters: Weights, name: str) -> Tensor:
+        if self.alpha == "weight":
+            return super().scale(parameters, name)
+        return (0.5 * self.log_alpha(parameters, name)).exp() * (parameters[name].square() + TINY).sqrt()
+
     @classmethod
     def conforming(cls) -> VariationalDropout:
         return cls(epochs=600, batch_size=None, lr=Cosine(0.1), alpha="weight")

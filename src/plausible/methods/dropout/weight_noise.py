@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -102,10 +103,9 @@ class WeightDropout(Patient):
         return (parameters[VARIANCE + name] - (mean * mean + TINY).log()).clamp(max=self.most)
 
     def scale(self, parameters: Weights, name: str) -> Tensor:
-        """σ = √α·|θ|."""
-        mean = parameters[name]
-        # written by logarithms: where nothing is clamped, θ cancels and σ is a parameter of its own
-        return (0.5 * (self.log_alpha(parameters, name) + (mean * mean + TINY).log())).exp()
+        """σ, at most as large as the largest α allows."""
+        own = (0.5 * parameters[VARIANCE + name]).exp()
+        return torch.minimum(own, math.exp(0.5 * self.most) * (parameters[name].square() + TINY).sqrt())
 
     def estimate(
         self, model: Model, run: Run[Ways], parameters: Weights, batch: Batch, buffers: Weights, key: Tensor, step: Tensor
