@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PLAUSIBLE_DATA ?= $(abspath $(wildcard ../shared/data))
 
-.PHONY: setup demo test test-slow lint bench docs links reproduce clean
+.PHONY: setup demo test test-slow test-long lint bench docs links reproduce clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plausible needs Python 3.11 or newer; run make PYTHON=python3.11")'
@@ -23,6 +23,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

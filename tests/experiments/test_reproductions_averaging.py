@@ -54,7 +54,7 @@ def test_levels_and_gains_are_means_by_seed() -> None:
     assert averaging.warmest({"temperatures": {"scores": by_temperature}}) == [0.5, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif("PLAUSIBLE_DATA" not in os.environ, reason="needs Fashion-MNIST")
 def test_modes_and_paths_gain_in_the_reduced_size(tmp_path: Path) -> None:
     found, folder = load("averaging"), Folder(tmp_path, "averaging", "reduced")

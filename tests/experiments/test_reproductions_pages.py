@@ -162,7 +162,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
         assert message in text, text
 
 
-# Of some only a few cells are run here, and of "last-layer" and "laplace-lora" none: they take many minutes each.
+# Of some only a few cells are run here, and of "last-layer", "laplace-lora" and "dropouts" none: they take many minutes each.
 SOME_CELLS = {
     "fidelity": ("linear-reference", "linear-exact"),
     "immer-2021": ("iris",),
@@ -178,7 +178,11 @@ SOME_CELLS = {
     "two-moons-modes": ("two-tempering",),
     "uci-hmc": ("boston-00",),
 }
-NEVER = ("last-layer", "laplace-lora", "zoo")  # the smallest size of zoo is tested by itself
+NEVER = (
+    *("last-layer", "laplace-lora", "dropouts"),
+    # these have tests of their own
+    *("zoo", "toy-chains", "control-variates", "averaging", "sparse", "concrete-dropout", "uci-dropout"),
+)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_friction_takes_away_what_noisy_gradients_add() -> None:
     assert min(naive["square"]) > 1.1 * max(calm["square"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["mixture", "grid"])
 def test_the_reduced_numbers_are_reached(part: str, tmp_path: Path) -> None:
     found, request = load("toy-chains"), Request(seeds=3, device="cpu", progress=False)
@@ -68,7 +68,7 @@ def test_the_curvature_of_the_regression_is_that_of_its_log_joint() -> None:
     torch.testing.assert_close(control_variates.curvature(x, mode), exact)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_control_variates_lower_the_discrepancy_and_effective_draws_mislead(tmp_path: Path) -> None:
     found, request = load("control-variates"), Request(seeds=3, device="cpu", progress=False)
     run(found, "reduced", ["plain", "start"], Folder(tmp_path, "control-variates", "reduced"), request)
